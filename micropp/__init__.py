@@ -1,0 +1,1 @@
+"""The pipeline library under the course: schedules, timelines, stages and how they talk to each other."""

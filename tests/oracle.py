@@ -1,0 +1,46 @@
+"""What the tests hold a pipeline against: one plain pass over the whole mini-batch, in float64."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def mlp(n_layers: int, width: int = 5, seed: int = 0) -> nn.Sequential:
+    """Linear and Tanh in turn, n_layers in all, float64."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(width, width) if i % 2 == 0 else nn.Tanh() for i in range(n_layers))).double()
+
+
+def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Two models that share no storage, with the same weights."""
+    return copy.deepcopy(model), copy.deepcopy(model)
+
+
+def squares(output) -> torch.Tensor:
+    """A loss that every element of the output, and its place, has a say in."""
+    outputs = (output,) if isinstance(output, torch.Tensor) else output
+    total = 0
+    for i, y in enumerate(outputs):
+        if y.is_floating_point():
+            weights = torch.linspace(0.5, 1.5 + i, y.numel(), dtype=y.dtype).view_as(y)
+            total = total + (weights * y**2).sum() / len(y)
+    return total
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(expected: nn.Module, actual: nn.Module, tolerance: float = 1e-10) -> None:
+    """Every parameter by name; a gradient must be there on both sides or on neither, and not all may be zero."""
+    ours, theirs = gradients(actual), gradients(expected)
+    assert list(ours) == list(theirs)
+    for name, gradient in theirs.items():
+        if gradient is None:
+            assert ours[name] is None, f"{name} has a gradient, in the plain model it has none"
+            continue
+        assert ours[name] is not None, f"{name} has no gradient"
+        torch.testing.assert_close(ours[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    found = [gradient for gradient in theirs.values() if gradient is not None]
+    assert not found or any(gradient.abs().max() > 0 for gradient in found), "all gradients are zero: nothing shown"
