@@ -19,8 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from functools import lru_cache
 from queue import SimpleQueue
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -81,8 +83,10 @@ class GPipe(nn.Module):
         if devices is not None and len(self.devices) != n_partitions:
             raise ValueError(f"{n_partitions} partitions need {n_partitions} devices, got {len(self.devices)}")
         self._timeline = None
+        if model._parameters or model._buffers:
+            raise ValueError("the model itself has parameters or buffers, which no stage would own: put them in a layer")
         for name, layer in model._modules.items():
-            if hasattr(self, name):
+            if name in dir(self):
                 raise ValueError(f"a layer may not be called {name!r} (GPipe has an attribute of that name): rename it")
             self.add_module(name, layer)
         self.training = model.training
@@ -108,16 +112,17 @@ class GPipe(nn.Module):
         Raises:
             ValueError: the mini-batch is empty.
         """
-        run = Run(self, batch, gpipe)
-        if not run.differentiable:
-            run.forward()
-            outputs = run.outputs()
-        else:
-            # Two operations, joined by a token on the CPU: autograd runs an operation's backward in the thread
-            # that owns the device of its outputs. There our workers' kernels have to run too, so the one that
-            # waits for the workers must not occupy it.
-            outputs = HandOver.apply(run, Pipeline.apply(run, *run.tensors))
-        return outputs[0] if run.single_output else outputs
+        with self._lock():
+            run = Run(self, batch, gpipe)
+            if not run.differentiable:
+                run.forward()
+                outputs = run.outputs()
+            else:
+                # Two operations, joined by a token on the CPU: autograd runs an operation's backward in the thread
+                # that owns the device of its outputs. There our workers' kernels have to run too, so the one that
+                # waits for the workers must not occupy it.
+                outputs = HandOver.apply(run, Pipeline.apply(run, *run.tensors))
+            return outputs[0] if run.single_output else outputs
 
     def loss(
         self,
@@ -132,19 +137,24 @@ class GPipe(nn.Module):
         walked in this call; `.backward()` on the result only hands the gradients over.
 
         Args:
-            loss_fn: `loss_fn(output, target)`, a mean over dim 0.
+            loss_fn: `loss_fn(output, target)`, a mean over dim 0 in which every sample counts alike.
             batch: as in `forward`.
-            target: (N, …).
+            target: a tensor, or a tuple of tensors, (N, …) each; neither it nor loss_fn gets a gradient.
             schedule: a function of K and M, such as those in micropp.schedule.
 
         Returns:
             scalar tensor.
+
+        Raises:
+            ValueError: batch and target are of different lengths, or something in target or loss_fn needs a gradient.
+            ScheduleError: the schedule cannot be run.
         """
-        run = Run(self, batch, schedule, (loss_fn, target))
-        if not run.differentiable:
-            run.forward()
-            return sum(run.losses)
-        return LossInside.apply(run, *run.tensors)
+        with self._lock():
+            run = Run(self, batch, schedule, (loss_fn, target))
+            if not run.differentiable:
+                run.forward()
+                return sum(run.losses)
+            return LossInside.apply(run, *run.tensors)
 
     @contextmanager
     def recorded(self):
@@ -157,6 +167,10 @@ class GPipe(nn.Module):
             yield self._timeline
         finally:
             self._timeline = None
+
+    def _lock(self) -> threading.RLock:
+        """Held while the stages have the layers; not an attribute, since a lock can be neither copied nor pickled."""
+        return _locks.setdefault(self, threading.RLock())
 
     def _layers(self) -> list[list[nn.Module]]:
         layers = iter(list(self._modules.values()))
@@ -174,6 +188,9 @@ class GPipe(nn.Module):
                             "put them on one device, or choose another balance"
                         )
                 layer.to(device)
+
+
+_locks: WeakKeyDictionary[GPipe, threading.RLock] = WeakKeyDictionary()
 
 
 class _Stopped(Exception):
@@ -217,7 +234,7 @@ class Run:
         self.differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
         rematerialize = pipeline.use_checkpoint and pipeline.training and self.differentiable
         self.lists = _lists(schedule, n_partitions, self.n_microbatches, rematerialize)
-        self.context, self.timeline = CallerContext(), pipeline._timeline
+        self.context, self.timeline, self.lock = CallerContext(), pipeline._timeline, pipeline._lock()
         self.stages = []
         randomness, seen = Randomness(), set()
         for k, layers in enumerate(pipeline._layers()):
@@ -240,12 +257,22 @@ class Run:
         self.gradients = [_Mailbox() for _ in range(n_partitions + 1)]
         for m, microbatch in enumerate(split(batch, self.n_microbatches)):
             self.inputs[0].put(m, leaves(microbatch))
+        self.sizes = [len(part) for part in given[0].tensor_split(self.n_microbatches)]
         self.loss_fn, self.losses = None, []
         if loss is not None:
-            self.loss_fn, target = loss
-            self.targets = split(target, self.n_microbatches)
-        self.retain = False
+            self.loss_fn, self.targets = loss[0], self._split_targets(*loss)
+        self.retain = self.broken = False
         self._failure = None
+
+    def _split_targets(self, loss_fn, target) -> list:
+        targets = (target,) if isinstance(target, torch.Tensor) else target
+        split(target, 1)
+        if len(targets[0]) != self.n_samples:
+            raise ValueError(f"the batch has {self.n_samples} samples, its target {len(targets[0])}: they must be as many")
+        outside = [*targets, *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
+        if any(tensor.requires_grad for tensor in outside):
+            raise ValueError("the target or loss_fn needs a gradient, which only the model gets: use loss_fn(pipeline(x), y)")
+        return split(target, self.n_microbatches)
 
     # ---- the walk ------------------------------------------------------------------------------------------
 
@@ -255,33 +282,33 @@ class Run:
         Raises:
             what a stage raised first, with that stage's traceback and a note of its number.
         """
+        if self.broken:
+            raise RuntimeError("a backward through this output has failed before: run the forward again")
         context = self.context if "F" in kinds else CallerContext()
-        workers = [
-            threading.Thread(target=self._work, args=(k, kinds, context), name=f"stage {k}", daemon=True)
-            for k in range(1, len(self.stages))
-        ]
+        workers = []
         with shared_intra_op_threads(len(self.stages)) as take_share:
             self._take_share = take_share
-            for worker in workers:
-                worker.start()
-            self._work(0, kinds, context)  # the caller's own thread would only wait
-            for worker in workers:
-                self._join(worker)
+            try:
+                for k in range(1, len(self.stages)):
+                    work = copy_context().run, self._work, k, kinds, context
+                    worker = threading.Thread(target=work[0], args=work[1:], name=f"stage {k}", daemon=True)
+                    worker.start()
+                    workers.append(worker)
+                self._work(0, kinds, context)  # the caller's own thread would only wait
+                for worker in workers:
+                    worker.join()
+            except BaseException as error:  # Ctrl-C: the workers still have the layers, so they must end first
+                self._fail(error)
+                for worker in workers:
+                    worker.join()
         if self._failure is not None:
             try:
                 raise self._failure
             finally:
                 self._failure = None  # it knows this frame, through its traceback
 
-    def _join(self, worker: threading.Thread) -> None:
-        try:
-            worker.join()
-        except BaseException as error:  # Ctrl-C: the workers still have the layers, so they must end first
-            self._fail(error)
-            worker.join()
-
     def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
+        self.broken, self._failure = True, self._failure or error
         for mailbox in (*self.inputs, *self.gradients):
             mailbox.put(None)
 
@@ -330,7 +357,7 @@ class Run:
     def _take_loss(self, m: int, output) -> None:
         """The last stage's part of `GPipe.loss`: this micro-batch's share, and its gradient."""
         with torch.set_grad_enabled(self.differentiable):
-            share = len(self.targets[m]) / self.n_samples  # a mean over unequal parts weighs each by its size
+            share = self.sizes[m] / self.n_samples  # a mean over unequal parts weighs each by its size
             loss = self.loss_fn(output, self.targets[m]) * share
         outputs = (output,) if isinstance(output, torch.Tensor) else output
         self.losses.append(loss.detach())
@@ -376,7 +403,7 @@ class Run:
         ]
         for m, gradients in enumerate(zip(*columns)):
             self.gradients[-1].put(m, gradients)
-        with self.substituted():
+        with self.lock, self.substituted():
             self.walk("RB")
         return self.found_gradients()
 
@@ -388,7 +415,10 @@ class Run:
         for stage in self.stages:  # in this order always: a tied weight's sum must not depend on timing
             for parameter, gradient in stage.gradients().items():
                 there = summed.get(parameter)
-                summed[parameter] = gradient if there is None else there + gradient.to(there.device)
+                if there is not None:
+                    gradient = gradient.to(there.device)
+                    gradient = gradient + there if there.is_sparse else there + gradient  # dense + sparse is defined
+                summed[parameter] = gradient
         return found + [summed.get(parameter) for parameter in self.parameters]
 
 

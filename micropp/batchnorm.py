@@ -41,12 +41,12 @@ class MiniBatchStatistics:
         change in place between forward and backward would trip autograd's version check.
         """
         hook = self.layer.register_forward_pre_hook(self._gather)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.layer._buffers[name] = None
+        found = self.layer._buffers.copy()
+        self.layer._buffers.update(dict.fromkeys(("running_mean", "running_var", "num_batches_tracked")))
         try:
             yield
         finally:
-            self.layer._buffers.update(self.buffers)
+            self.layer._buffers.update(found)
             hook.remove()
 
     @contextmanager

@@ -5,9 +5,13 @@ matter of luck. So each cell (stage k, micro-batch m) draws from a generator of 
 one number a run; the same cell, recomputed, starts again from the same seed and draws the same masks.
 """
 
+import sys
 import threading
+from functools import cache
+from types import CodeType
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,13 +33,12 @@ _DRAWING = (
 )
 
 
-def draws(modules: list[nn.Module]) -> bool | None:
-    """Whether these modules draw random numbers: None if that cannot be told from their classes."""
-    if any(isinstance(module, _DRAWING) for module in modules):
-        return True
-    if all(type(module).__module__.startswith("torch.nn.modules.") for module in modules):
-        return False
-    return None
+def may_draw(modules: list[nn.Module]) -> bool:
+    """Whether any of these modules may draw random numbers; a class that PyTorch does not own may."""
+    return any(
+        isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn.modules.")
+        for module in modules
+    )
 
 
 # A draw through the shared generator (for the few operators that take no other) is one thread's at a time.
@@ -60,22 +63,19 @@ class Randomness:
     def cell(self, stage: int, microbatch: int):
         """A context manager: all that is drawn in it, in this thread, comes from the cell's own generators.
 
-        What it yields has `drawn`: whether anything was.
+        Raises, in it, RuntimeError for a draw under torch.utils.checkpoint: its recomputation runs in the middle of
+        a backward, out of this manager's reach, and would draw other numbers.
         """
-        return pushed(_CellGenerators(self, stage, microbatch))
+        return pushed(_CellGenerators(self, stage, microbatch, sys._getframe(1).f_code))
 
 
 class _CellGenerators(TorchDispatchMode):
     """Hands each random operator of PyTorch a generator of this cell."""
 
-    def __init__(self, randomness: Randomness, stage: int, microbatch: int):
+    def __init__(self, randomness: Randomness, stage: int, microbatch: int, entered_in: CodeType):
         super().__init__()
-        self.cell = (randomness, stage, microbatch)
+        self.cell, self.entered_in = (randomness, stage, microbatch), entered_in
         self.generators = {}
-
-    @property
-    def drawn(self) -> bool:
-        return bool(self.generators)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -83,18 +83,34 @@ class _CellGenerators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:
+        if not _is_random(function) or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
+        self._refuse_inner_checkpoint()
         generator = self._generator(_device(args, kwargs))
         if any(argument.name == "generator" for argument in function._schema.arguments):
             return function(*args, **{**kwargs, "generator": generator})
         return _through_default_generator(generator, function, args, kwargs)
+
+    def _refuse_inner_checkpoint(self) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not self.entered_in:
+            if frame.f_globals is torch.utils.checkpoint.__dict__:
+                raise RuntimeError(
+                    "a layer draws random numbers under torch.utils.checkpoint, and could not draw the same ones "
+                    "again: let GPipe's use_checkpoint recompute the stage instead"
+                )
+            frame = frame.f_back
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
             randomness, stage, microbatch = self.cell
             self.generators[device] = torch.Generator(device).manual_seed(randomness.seed(stage, microbatch))
         return self.generators[device]
+
+
+@cache
+def _is_random(function) -> bool:
+    return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def _device(args, kwargs) -> torch.device:

@@ -20,7 +20,7 @@ from torch import nn
 from micropp.batchnorm import MiniBatchStatistics, tracking_layers
 from micropp.context import Autocast
 from micropp.hooks import ForwardHooks
-from micropp.randomness import Randomness, draws
+from micropp.randomness import Randomness, may_draw
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -70,7 +70,8 @@ class PipelineStage:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         self.hooks = ForwardHooks(modules)
         self.statistics = [MiniBatchStatistics(layer) for layer in tracking_layers(modules)]
-        self._draws = draws(modules)
+        self._modes = [(module, module.training) for module in modules]
+        self._may_draw = bool(self.hooks.modules) or may_draw(modules)
         # An in-place first layer would change the kept input, or a leaf: such a stage works on a copy.
         self._in_place = any(getattr(module, "inplace", False) is True for module in modules)
         self._slots = [
@@ -79,26 +80,38 @@ class PipelineStage:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self._aliases = {
-            parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            for _, _, parameter in self._slots
-        }
+        self._aliases = {parameter: _alias(parameter) for _, _, parameter in self._slots}
+        tracked = {statistics.layer for statistics in self.statistics}
+        self._buffers = [
+            (buffer, type(module).__name__, name)
+            for module in modules
+            if module not in tracked
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._kept: dict[int, tuple[Tensors, bool]] = {}  # inputs, and whether they came as one tensor
         self._graphs: dict[int, _Graph] = {}
 
     @contextmanager
     def substituted(self):
-        """The layers compute with the aliases, and leave running statistics alone, in this block."""
+        """In this block the layers compute with the aliases, in the mode (training or not) that the forward
+        found them in, and leave running statistics alone."""
+        parameters = [(module, name, module._parameters[name]) for module, name, _ in self._slots]
+        modes = [(module, module.training) for module, _ in self._modes]
         with ExitStack() as stack:
             for statistics in self.statistics:
                 stack.enter_context(statistics.apart())
             try:
+                for module, training in self._modes:
+                    module.training = training
                 for module, name, parameter in self._slots:
                     module._parameters[name] = self._aliases[parameter]
                 yield
-            finally:
-                for module, name, parameter in self._slots:
+            finally:  # what was found: the user may have put something else there since the forward
+                for module, name, parameter in parameters:
                     module._parameters[name] = parameter
+                for module, training in modes:
+                    module.training = training
 
     def forward(self, microbatch: int, value):
         """F m: the stage's outputs for one micro-batch.
@@ -112,7 +125,8 @@ class PipelineStage:
 
         Raises:
             TypeError: the stage returned something other than tensors.
-            RuntimeError: the stage changes its input in place, and is to be recomputed from it.
+            RuntimeError: the stage cannot be recomputed, since it changes its input or a buffer in place; or its
+                output depends on a tensor that needs a gradient but is no parameter of the model.
         """
         inputs, single = self._received(value), isinstance(value, torch.Tensor)
         compute = self._without_graph if self.rematerialize else self._call
@@ -123,11 +137,20 @@ class PipelineStage:
         outputs = _as_tuple(result, self.index)
         if self.rematerialize:
             self._kept[microbatch] = inputs, single
-            differentiable = [self._wanted(inputs) and (y.is_floating_point() or y.is_complex()) for y in outputs]
+            # Without a graph nobody knows what depends on what, but a tensor handed through is the one that came.
+            through = {id(x) for x in inputs if not x.requires_grad} if self._wanted(inputs) else {id(y) for y in outputs}
+            differentiable = [
+                id(y) not in through and (y.is_floating_point() or y.is_complex()) for y in outputs
+            ]
         else:
             if self.differentiable:
                 self._graphs[microbatch] = _Graph(inputs, outputs)
             differentiable = [self.differentiable and y.requires_grad for y in outputs]
+        if not self.differentiable and any(y.requires_grad for y in outputs):
+            raise RuntimeError(
+                f"stage {self.index} uses a tensor that needs a gradient and is no parameter of the model: "
+                "register it as one, or detach it"
+            )
         sent = tuple(y.detach().requires_grad_() if d else y.detach() for y, d in zip(outputs, differentiable))
         return sent[0] if isinstance(result, torch.Tensor) else sent
 
@@ -159,13 +182,27 @@ class PipelineStage:
         pairs = [(y, g) for y, g in zip(graph.outputs, gradients) if g is not None and y.requires_grad]
         if pairs:
             # Autograd adds a leaf's gradients up itself, layer by layer, while each is still in the cache.
-            outputs, received = zip(*((y, g.to(y.device)) for y, g in pairs))
+            first = all(alias.grad is None for alias in self._aliases.values())
+            outputs, received = zip(*((y, g if g.device == y.device else g.to(y.device)) for y, g in pairs))
             # The engine itself: torch.autograd.backward checks shapes that are right here, at 30 µs a cell.
             _run_backward(outputs, received, retain, False, (), allow_unreachable=True, accumulate_grad=True)
+            if first:
+                self._own_gradients()
         sent = tuple(x.grad for x in graph.inputs)
         for x in graph.inputs:
             x.grad = None
         return sent
+
+    def _own_gradients(self) -> None:
+        """The next micro-batch's gradient is added in place, so no one else may be using the first one's memory.
+
+        Autograd takes over a gradient that nobody else refers to, but looks at the tensor alone: two views of one
+        storage (as the gradients of `b.view(5, 5) + c.view(5, 5)` are) both pass for unused.
+        """
+        for alias in self._aliases.values():
+            if alias.grad is not None and not alias.grad.is_sparse:
+                if torch._C._storage_Use_Count(alias.grad.untyped_storage()._cdata) > 2:  # the gradient, and this look
+                    alias.grad = alias.grad.clone()
 
     def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Hands over each parameter's gradient, summed over the micro-batches since the last call."""
@@ -193,29 +230,39 @@ class PipelineStage:
         if self._in_place:
             inputs = tuple(tensor.clone() for tensor in inputs)
         value = inputs[0] if single else inputs
-        if self._draws is False:
-            return self._through_layers(value)
-        with self.randomness.cell(self.index, microbatch) as cell:
-            value = self._through_layers(value)
-        if self._draws is None:  # the first micro-batch tells; watching each of them would cost every operator's time
-            self._draws = cell.drawn
-        return value
-
-    def _through_layers(self, value):
-        for layer in self.layers:
-            value = layer(value)
+        with self.randomness.cell(self.index, microbatch) if self._may_draw else nullcontext():
+            for layer in self.layers:
+                value = layer(value)
         return value
 
     def _without_graph(self, microbatch: int, inputs: Tensors, single: bool):
-        versions = [tensor._version for tensor in inputs]
+        versions = _versions(inputs), _versions(buffer for buffer, *_ in self._buffers)
         with torch.no_grad(), self.hooks.watched() if self.hooks.modules else nullcontext():
             result = self._call(microbatch, inputs, single)
-        if versions != [tensor._version for tensor in inputs]:
+        if versions[0] != _versions(inputs):
             raise RuntimeError(
                 f"stage {self.index} changes its input in place, so it cannot be recomputed from it: "
-                "use the out-of-place operation, or use_checkpoint=False"
+                "use the out-of-place operation"
             )
+        for (buffer, owner, name), version in zip(self._buffers, versions[1]):
+            if buffer._version != version:
+                raise RuntimeError(
+                    f"stage {self.index} changes a buffer in its forward ({name} of {owner}), and would change it "
+                    "again when it is recomputed: use_checkpoint=False"
+                )
         return result
+
+
+def _versions(tensors) -> list[int]:
+    """How often each tensor has been changed in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another leaf on the same storage, with whatever attributes the user gave the parameter."""
+    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    alias.__dict__.update(parameter.__dict__)
+    return alias
 
 
 def _as_tuple(result, index: int) -> Tensors:
@@ -233,9 +280,9 @@ def twin(module: nn.Module) -> nn.Module:
 
     Two stages that hold the very same layer work with it at the same time.
     """
-    twin = module.__new__(type(module))
-    twin.__dict__ = module.__dict__.copy()
-    twin._parameters = module._parameters.copy()
-    twin._buffers = module._buffers.copy()
-    twin._modules = {name: twin(child) for name, child in module._modules.items() if child is not None}
-    return twin
+    other = module.__new__(type(module))
+    other.__dict__ = module.__dict__.copy()
+    for slots in ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
+        other.__dict__[slots] = module.__dict__[slots].copy()
+    other._modules = {name: child and twin(child) for name, child in module._modules.items()}
+    return other
