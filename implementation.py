@@ -28,11 +28,20 @@ import torch
 from torch import nn
 
 from micropp.context import CallerContext, shared_intra_op_threads
-from micropp.handover import HandOver, LossInside, Pipeline, leaves, merged_gradients
+from micropp.handover import HandOver, InnerLoss, LossInside, MiniBatch, Pipeline
 from micropp.memory import get_peak_memory
 from micropp.partition import check_balance, equal_counts
 from micropp.randomness import Randomness
-from micropp.schedule import Action, Schedule, gpipe, merge, one_f_one_b, positive_count, rematerialized, split, validate
+from micropp.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    gpipe,
+    one_f_one_b,
+    positive_count,
+    rematerialized,
+    validate,
+)
 from micropp.stage import PipelineStage, twin
 from micropp.timeline import Timeline
 
@@ -84,7 +93,9 @@ class GPipe(nn.Module):
             raise ValueError(f"{n_partitions} partitions need {n_partitions} devices, got {len(self.devices)}")
         self._timeline = None
         if model._parameters or model._buffers:
-            raise ValueError("the model itself has parameters or buffers, which no stage would own: put them in a layer")
+            raise ValueError(
+                "the model itself has parameters or buffers, which no stage would own: put them in a layer"
+            )
         for name, layer in model._modules.items():
             if name in dir(self):
                 raise ValueError(f"a layer may not be called {name!r} (GPipe has an attribute of that name): rename it")
@@ -121,8 +132,8 @@ class GPipe(nn.Module):
                 # Two operations, joined by a token on the CPU: autograd runs an operation's backward in the thread
                 # that owns the device of its outputs. There our workers' kernels have to run too, so the one that
                 # waits for the workers must not occupy it.
-                outputs = HandOver.apply(run, Pipeline.apply(run, *run.tensors))
-            return outputs[0] if run.single_output else outputs
+                outputs = HandOver.apply(run, Pipeline.apply(run, *run.minibatch.tensors))
+            return outputs[0] if run.minibatch.single_output else outputs
 
     def loss(
         self,
@@ -150,11 +161,11 @@ class GPipe(nn.Module):
             ScheduleError: the schedule cannot be run.
         """
         with self._lock():
-            run = Run(self, batch, schedule, (loss_fn, target))
+            run = Run(self, batch, schedule, InnerLoss(loss_fn, target))
             if not run.differentiable:
                 run.forward()
-                return sum(run.losses)
-            return LossInside.apply(run, *run.tensors)
+                return run.loss.total()
+            return LossInside.apply(run, *run.minibatch.tensors)
 
     @contextmanager
     def recorded(self):
@@ -175,6 +186,12 @@ class GPipe(nn.Module):
     def _layers(self) -> list[list[nn.Module]]:
         layers = iter(list(self._modules.values()))
         return [[next(layers) for _ in range(count)] for count in self.balance]
+
+    def device_of(self, stage: int) -> torch.device | None:
+        """Where a stage lives: with its parameters and buffers; if it has none, where `devices` says, if it does."""
+        layers = self._layers()[stage]
+        there = next((tensor.device for layer in layers for tensor in (*layer.parameters(), *layer.buffers())), None)
+        return there if there is not None or self.devices is None else self.devices[stage]
 
     def _place(self) -> None:
         home = {}
@@ -224,55 +241,34 @@ class Run:
         gradients[0] ← stage 0 ← gradients[1] ← stage 1 ← … ← gradients[K]
     """
 
-    def __init__(self, pipeline: GPipe, batch, schedule, loss=None):
-        split(batch, 1)  # says what is wrong with a batch that cannot be split
-        given = (batch,) if isinstance(batch, torch.Tensor) else batch
-        self.n_samples, n_partitions = len(given[0]), pipeline.n_partitions
-        self.n_microbatches = min(pipeline.n_microbatches, self.n_samples)
-        self.parameters = list(pipeline.parameters())
-        self.tensors = (*given, *self.parameters)  # all that autograd may ask a gradient for
-        self.differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+    def __init__(self, pipeline: GPipe, batch, schedule, loss: InnerLoss | None = None):
+        K = pipeline.n_partitions
+        self.minibatch = MiniBatch(batch, pipeline.n_microbatches, list(pipeline.parameters()))
+        self.differentiable, self.loss = self.minibatch.differentiable, loss
+        if loss is not None:
+            loss.prepare(self.minibatch)
         rematerialize = pipeline.use_checkpoint and pipeline.training and self.differentiable
-        self.lists = _lists(schedule, n_partitions, self.n_microbatches, rematerialize)
+        self.lists = _lists(schedule, K, self.minibatch.n_microbatches, rematerialize)
         self.context, self.timeline, self.lock = CallerContext(), pipeline._timeline, pipeline._lock()
-        self.stages = []
-        randomness, seen = Randomness(), set()
+        self.stages, randomness, seen = [], Randomness(), set()
         for k, layers in enumerate(pipeline._layers()):
-            device = next((p.device for layer in layers for p in (*layer.parameters(), *layer.buffers())), None)
-            if device is None and pipeline.devices is not None:
-                device = pipeline.devices[k]
             layers = [twin(layer) if not seen.isdisjoint(layer.modules()) else layer for layer in layers]
             seen.update(module for layer in layers for module in layer.modules())
             self.stages.append(
                 PipelineStage(
                     k,
                     layers,
-                    device=device,
+                    device=pipeline.device_of(k),
                     randomness=randomness,
                     rematerialize=rematerialize,
                     differentiable=self.differentiable,
                 )
             )
-        self.inputs = [_Mailbox() for _ in range(n_partitions + 1)]
-        self.gradients = [_Mailbox() for _ in range(n_partitions + 1)]
-        for m, microbatch in enumerate(split(batch, self.n_microbatches)):
-            self.inputs[0].put(m, leaves(microbatch))
-        self.sizes = [len(part) for part in given[0].tensor_split(self.n_microbatches)]
-        self.loss_fn, self.losses = None, []
-        if loss is not None:
-            self.loss_fn, self.targets = loss[0], self._split_targets(*loss)
-        self.retain = self.broken = False
-        self._failure = None
-
-    def _split_targets(self, loss_fn, target) -> list:
-        targets = (target,) if isinstance(target, torch.Tensor) else target
-        split(target, 1)
-        if len(targets[0]) != self.n_samples:
-            raise ValueError(f"the batch has {self.n_samples} samples, its target {len(targets[0])}: they must be as many")
-        outside = [*targets, *(loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())]
-        if any(tensor.requires_grad for tensor in outside):
-            raise ValueError("the target or loss_fn needs a gradient, which only the model gets: use loss_fn(pipeline(x), y)")
-        return split(target, self.n_microbatches)
+        self.inputs = [_Mailbox() for _ in range(K + 1)]
+        self.gradients = [_Mailbox() for _ in range(K + 1)]
+        for m, part in enumerate(self.minibatch.parts):
+            self.inputs[0].put(m, part)
+        self.retain, self.broken, self._failure = False, False, None
 
     # ---- the walk ------------------------------------------------------------------------------------------
 
@@ -332,8 +328,8 @@ class Run:
             value = self.inputs[k].take(m)
             started = time.perf_counter()
             output = stage.forward(m, value)
-            if self.loss_fn is not None and k == len(self.stages) - 1:
-                self._take_loss(m, output)
+            if self.loss is not None and k == len(self.stages) - 1:
+                self.gradients[-1].put(m, self.loss.share(m, output))
             self._record(k, action, started)
             self.inputs[k + 1].put(m, output)
         elif action.kind == "R":
@@ -353,18 +349,6 @@ class Run:
             if device is not None and device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.timeline.add(k, action, started, time.perf_counter())
-
-    def _take_loss(self, m: int, output) -> None:
-        """The last stage's part of `GPipe.loss`: this micro-batch's share, and its gradient."""
-        with torch.set_grad_enabled(self.differentiable):
-            share = self.sizes[m] / self.n_samples  # a mean over unequal parts weighs each by its size
-            loss = self.loss_fn(output, self.targets[m]) * share
-        outputs = (output,) if isinstance(output, torch.Tensor) else output
-        self.losses.append(loss.detach())
-        if self.differentiable:
-            wanted = [y for y in outputs if y.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [])
-            self.gradients[-1].put(m, tuple(next(found, None) if y.requires_grad else None for y in outputs))
 
     # ---- before and after ----------------------------------------------------------------------------------
 
@@ -386,46 +370,34 @@ class Run:
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """The micro-batches' outputs, merged; called once, after the forward part."""
-        parts = [self.inputs[-1].take(m) for m in range(self.n_microbatches)]
-        self.single_output = isinstance(parts[0], torch.Tensor)
-        parts = [(part,) if self.single_output else part for part in parts]
-        if any(y.dim() == 0 for y in parts[0]):
-            raise ValueError("the model returned a scalar: the batch must stay in dim 0 of what a pipeline returns")
-        self.output_sizes = [[len(y) for y in column] for column in zip(*parts)]
-        self.differentiable_outputs = [any(y.requires_grad for y in column) for column in zip(*parts)]
-        return merge([tuple(y.detach() for y in part) for part in parts])
+        return self.minibatch.merged(self._taken(self.inputs[-1]))
 
     def backward(self, output_gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Walks the backward part: from the outputs' gradients to those of `tensors`."""
-        columns = [
-            [None] * self.n_microbatches if gradient is None else gradient.split(sizes)
-            for gradient, sizes in zip(output_gradients, self.output_sizes)
-        ]
-        for m, gradients in enumerate(zip(*columns)):
+        """Walks the backward part: from the outputs' gradients to those of the mini-batch and the parameters."""
+        for m, gradients in enumerate(self.minibatch.split_gradients(output_gradients)):
             self.gradients[-1].put(m, gradients)
         with self.lock, self.substituted():
             self.walk("RB")
         return self.found_gradients()
 
     def found_gradients(self) -> list[torch.Tensor | None]:
-        """One gradient for each of `tensors`; None where the model made no use of it."""
-        parts = [self.gradients[0].take(m) for m in range(self.n_microbatches)]
-        found = [merged_gradients(column, tensor) for column, tensor in zip(zip(*parts), self.tensors)]
-        summed = {}
-        for stage in self.stages:  # in this order always: a tied weight's sum must not depend on timing
-            for parameter, gradient in stage.gradients().items():
-                there = summed.get(parameter)
-                if there is not None:
-                    gradient = gradient.to(there.device)
-                    gradient = gradient + there if there.is_sparse else there + gradient  # dense + sparse is defined
-                summed[parameter] = gradient
-        return found + [summed.get(parameter) for parameter in self.parameters]
+        """After the backward part: one gradient for each of `minibatch.tensors`, None where it had no say."""
+        return self.minibatch.gradients(self._taken(self.gradients[0]), [stage.gradients() for stage in self.stages])
+
+    def _taken(self, mailbox: _Mailbox) -> list:
+        return [mailbox.take(m) for m in range(self.minibatch.n_microbatches)]
 
 
 @lru_cache(maxsize=256)
 def _lists(schedule, n_partitions: int, n_microbatches: int, rematerialize: bool) -> Schedule:
     lists = schedule(n_partitions, n_microbatches)
     validate(lists)
+    found = len(lists), 1 + max(action.microbatch for actions in lists for action in actions)
+    if found != (n_partitions, n_microbatches):
+        raise ScheduleError(
+            f"the schedule is for {found[0]} stages and {found[1]} micro-batches, "
+            f"but it is to run {n_partitions} and {n_microbatches}: make it from the K and M that it is called with"
+        )
     return rematerialized(lists) if rematerialize else lists
 
 

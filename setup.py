@@ -25,7 +25,11 @@ os._exit(0)
 
 def check_python():
     """Python 3.11 or later"""
-    yield sys.version_info >= (3, 11), f"{sys.version.split()[0]}", "run with a newer Python: make PYTHON=python3.12 ..."
+    yield (
+        sys.version_info >= (3, 11),
+        f"{sys.version.split()[0]}",
+        "run with a newer Python: make PYTHON=python3.12 ...",
+    )
 
 
 def check_packages():

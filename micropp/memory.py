@@ -51,8 +51,13 @@ class MemoryTracker(TorchDispatchMode):
     Raises RuntimeError if a figure is read before the block has ended.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None,
-                 existing: Iterable[Tensor] = ()):
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        existing: Iterable[Tensor] = (),
+    ):
         super().__init__()
         self._model, self._optimizer, self._existing = model, optimizer, list(existing)
         self._lock = threading.Lock()
@@ -75,9 +80,9 @@ class MemoryTracker(TorchDispatchMode):
         return self.activation_bytes / MB
 
     def __enter__(self) -> "MemoryTracker":
-        self._alive: dict[int, _Storage] = {}                   # by the address of the C++ storage
-        self._log: list[tuple[int, int]] = []                   # (uid, bytes more or less), as it happened
-        self._base: dict[int, int] = {}                         # uid: bytes
+        self._alive: dict[int, _Storage] = {}  # by the address of the C++ storage
+        self._log: list[tuple[int, int]] = []  # (uid, bytes more or less), as it happened
+        self._base: dict[int, int] = {}  # uid: bytes
         self._uids = itertools.count()
         self._peaks = None
         for tensor in itertools.chain(self._held(), self._existing):
@@ -98,7 +103,7 @@ class MemoryTracker(TorchDispatchMode):
                 activations += change
                 activation_peak = max(activation_peak, activations)
         for known in list(alive.values()):
-            known.reference = None                              # what is freed from now on is not ours to see
+            known.reference = None  # what is freed from now on is not ours to see
         self._peaks = peak, activation_peak
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -120,8 +125,12 @@ class MemoryTracker(TorchDispatchMode):
                 if parameter.grad is not None:
                     yield parameter.grad
         if self._optimizer is not None:
-            yield from (value for state in self._optimizer.state.values() for value in state.values()
-                        if isinstance(value, Tensor))
+            yield from (
+                value
+                for state in self._optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor)
+            )
 
     def _see(self, tensor: object, new: bool) -> None:
         address = _address(tensor)
@@ -131,7 +140,7 @@ class MemoryTracker(TorchDispatchMode):
         n_bytes = storage.nbytes()
         known = self._alive.get(address)
         if known is not None and known.n_bytes == n_bytes:
-            return                                              # the common case needs no lock
+            return  # the common case needs no lock
         with self._lock:
             known = self._alive.get(address)
             if known is None:
@@ -141,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._log.append((known.uid, n_bytes))
                 else:
                     self._base[known.uid] = n_bytes
-            else:                                               # out=... or resize_ gave it another size
+            else:  # out=... or resize_ gave it another size
                 self._log.append((known.uid, n_bytes - known.n_bytes))
                 known.n_bytes = n_bytes
 
@@ -154,12 +163,14 @@ class MemoryTracker(TorchDispatchMode):
         def forget(_):
             del alive[address]
             log.append((known.uid, -known.n_bytes))
+
         return forget
 
     def _result(self) -> tuple[int, int]:
         if self._peaks is None:
-            raise RuntimeError("the block that this MemoryTracker watches has not ended: "
-                               "read its figures after the with block")
+            raise RuntimeError(
+                "the block that this MemoryTracker watches has not ended: read its figures after the with block"
+            )
         return self._peaks
 
 
@@ -186,12 +197,12 @@ def get_peak_memory() -> float:
             return peak / MB
     peak = _peak_resident_bytes()
     try:
-        ctypes.CDLL(None).malloc_trim(0)                        # glibc keeps freed memory, which would stay in the mark
-    except (AttributeError, OSError, TypeError):                # another C library
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which would stay in the mark
+    except (AttributeError, OSError, TypeError):  # another C library
         pass
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")                                     # Linux: the mark starts again from what is resident now
+            file.write("5")  # Linux: the mark starts again from what is resident now
     except OSError:
         pass
     return peak / MB
@@ -205,6 +216,7 @@ def _peak_resident_bytes() -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import resource                                             # here, as Windows has no such module
+    import resource  # here, as Windows has no such module
     import sys
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -44,19 +44,27 @@ def check_balance(balance: Sequence[int], n_layers: int, n_partitions: int) -> l
     """
     _check_sizes(n_layers, n_partitions)
     if len(balance) != n_partitions:
-        raise ValueError(f"balance {list(balance)} is for {len(balance)} stages, but n_partitions is {n_partitions}: "
-                         "give one entry a stage")
+        raise ValueError(
+            f"balance {list(balance)} is for {len(balance)} stages, but n_partitions is {n_partitions}: "
+            "give one entry a stage"
+        )
     counts = []
     for k, entry in enumerate(balance):
         try:
             counts.append(operator.index(entry))
         except TypeError:
-            raise TypeError(f"balance[{k}] is {entry!r}, but a stage has a whole number of layers: give an int") from None
+            raise TypeError(
+                f"balance[{k}] is {entry!r}, but a stage has a whole number of layers: give an int"
+            ) from None
         if counts[k] < 1:
-            raise ValueError(f"balance[{k}] is {entry}, but a stage needs at least 1 layer: raise it or lower n_partitions")
+            raise ValueError(
+                f"balance[{k}] is {entry}, but a stage needs at least 1 layer: raise it or lower n_partitions"
+            )
     if sum(counts) != n_layers:
-        raise ValueError(f"balance {counts} adds up to {sum(counts)} layers, but the model has {n_layers}: "
-                         "change the entries so that each layer is in one stage")
+        raise ValueError(
+            f"balance {counts} adds up to {sum(counts)} layers, but the model has {n_layers}: "
+            "change the entries so that each layer is in one stage"
+        )
     return counts
 
 
@@ -72,14 +80,15 @@ def lightest_split(costs: Sequence[float], n_partitions: int) -> list[int]:
     _check_sizes(n_layers, n_partitions)
     for layer, cost in enumerate(costs):
         if not (cost >= 0 and math.isfinite(cost)):
-            raise ValueError(f"costs[{layer}] is {cost}, but a cost is a finite number, 0 or more: "
-                             "measure it again or leave it at 0")
+            raise ValueError(
+                f"costs[{layer}] is {cost}, but a cost is a finite number, 0 or more: measure it again or leave it at 0"
+            )
 
     # A float is a whole number of some 2**-n. In that unit sums do not depend on the order of additions, and bisecting
     # for the lightest limit ends at the one right integer.
     exact = [Fraction(cost) if isinstance(cost, Rational) else Fraction(float(cost)) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
-    before = [0]                                                # before[i]: cost of the layers in front of layer i
+    before = [0]  # before[i]: cost of the layers in front of layer i
     for cost in exact:
         before.append(before[-1] + int(cost * unit))
 
@@ -103,16 +112,19 @@ def lightest_split(costs: Sequence[float], n_partitions: int) -> list[int]:
         else:
             low = middle + 1
 
-    fewest = [0] * (n_layers + 1)                               # fewest[i]: stages that the layers from i on need
+    fewest = [0] * (n_layers + 1)  # fewest[i]: stages that the layers from i on need
     for i in reversed(range(n_layers)):
         fewest[i] = 1 + fewest[furthest(i, limit)]
 
     counts, start = [], 0
-    for left in range(n_partitions, 0, -1):                     # stages still to fill, this one included
+    for left in range(n_partitions, 0, -1):  # stages still to fill, this one included
+
         def off_share(end: int) -> tuple[int, int]:
             """How far the stage start…end is from a fair share, in cost, then (zero costs) in layers."""
-            return (abs((before[end] - before[start]) * left - (before[-1] - before[start])),
-                    abs((end - start) * left - (n_layers - start)))
+            return (
+                abs((before[end] - before[start]) * left - (before[-1] - before[start])),
+                abs((end - start) * left - (n_layers - start)),
+            )
 
         # Each later stage needs a layer, and together they must be able to hold what this one leaves.
         longest = min(furthest(start, limit), n_layers - (left - 1))
@@ -129,7 +141,7 @@ def layer_parameters(model: nn.Sequential) -> list[int]:
     Raises TypeError if model is not an nn.Sequential.
     """
     _check_sequential(model)
-    seen: set[Tensor] = set()                                   # tensors hash by identity
+    seen: set[Tensor] = set()  # tensors hash by identity
     counts = []
     for layer in model:
         new = set(layer.parameters()) - seen
@@ -151,7 +163,7 @@ def layer_seconds(model: nn.Sequential, sample: Tensor | tuple[Tensor, ...], rep
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}, but a median needs at least 1: raise repeats")
     medians = []
-    python_state = random.getstate()                            # a layer that skips itself may draw from Python's own
+    python_state = random.getstate()  # a layer that skips itself may draw from Python's own
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), torch.enable_grad():
             for layer in model:
@@ -168,13 +180,14 @@ def layer_seconds(model: nn.Sequential, sample: Tensor | tuple[Tensor, ...], rep
 
 def _run_once(layer: nn.Module, x: Tensor | tuple[Tensor, ...]) -> tuple[float, Tensor | tuple[Tensor, ...]]:
     """Seconds of one forward and backward pass, and the output."""
+
     def fresh(value):
         """Out of the previous layer's graph, and a copy, so that an in-place layer spoils nothing."""
         if isinstance(value, tuple):
             return tuple(fresh(part) for part in value)
         return value.detach().requires_grad_(value.requires_grad).clone()
 
-    layer.zero_grad(set_to_none=True)                           # or each run would also add to the last one's gradient
+    layer.zero_grad(set_to_none=True)  # or each run would also add to the last one's gradient
     x = fresh(x)
     start = _now()
     y = layer(x)
@@ -188,19 +201,23 @@ def _run_once(layer: nn.Module, x: Tensor | tuple[Tensor, ...]) -> tuple[float, 
 
 def _now() -> float:
     for device in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        torch.cuda.synchronize(device)                          # kernels run on after the call that started them
+        torch.cuda.synchronize(device)  # kernels run on after the call that started them
     return time.perf_counter()
 
 
 def _check_sequential(model: nn.Sequential) -> None:
     if not isinstance(model, nn.Sequential):
-        raise TypeError(f"model is a {type(model).__name__}, but only an nn.Sequential says in which order its layers run: "
-                        "wrap the layers in nn.Sequential")
+        raise TypeError(
+            f"model is a {type(model).__name__}, but only an nn.Sequential says in which order its layers run: "
+            "wrap the layers in nn.Sequential"
+        )
 
 
 def _check_sizes(n_layers: int, n_partitions: int) -> None:
     if n_partitions < 1:
         raise ValueError(f"n_partitions is {n_partitions}, but a model has at least 1 partition: raise n_partitions")
     if n_partitions > n_layers:
-        raise ValueError(f"{n_partitions} partitions need at least {n_partitions} layers, but the model has {n_layers}: "
-                         "lower n_partitions")
+        raise ValueError(
+            f"{n_partitions} partitions need at least {n_partitions} layers, but the model has {n_layers}: "
+            "lower n_partitions"
+        )

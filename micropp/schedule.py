@@ -119,8 +119,12 @@ def rematerialized(schedule: Schedule) -> Schedule:
     still on its way: this is how recomputation fills part of the bubble (paper §2.3).
     """
     return [
-        [step for action in actions if action.kind != "R"
-         for step in ([action._replace(kind="R"), action] if action.kind == "B" else [action])]
+        [
+            step
+            for action in actions
+            if action.kind != "R"
+            for step in ([action._replace(kind="R"), action] if action.kind == "B" else [action])
+        ]
         for actions in schedule
     ]
 

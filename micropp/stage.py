@@ -130,18 +130,16 @@ class PipelineStage:
         """
         inputs, single = self._received(value), isinstance(value, torch.Tensor)
         compute = self._without_graph if self.rematerialize else self._call
-        with ExitStack() as stack:
-            for statistics in self.statistics:
-                stack.enter_context(statistics.gathering())
+        with self._gathering() if self.statistics else nullcontext():
             result = compute(microbatch, inputs, single)
         outputs = _as_tuple(result, self.index)
         if self.rematerialize:
             self._kept[microbatch] = inputs, single
             # Without a graph nobody knows what depends on what, but a tensor handed through is the one that came.
-            through = {id(x) for x in inputs if not x.requires_grad} if self._wanted(inputs) else {id(y) for y in outputs}
-            differentiable = [
-                id(y) not in through and (y.is_floating_point() or y.is_complex()) for y in outputs
-            ]
+            through = (
+                {id(x) for x in inputs if not x.requires_grad} if self._wanted(inputs) else {id(y) for y in outputs}
+            )
+            differentiable = [id(y) not in through and (y.is_floating_point() or y.is_complex()) for y in outputs]
         else:
             if self.differentiable:
                 self._graphs[microbatch] = _Graph(inputs, outputs)
@@ -200,9 +198,11 @@ class PipelineStage:
         storage (as the gradients of `b.view(5, 5) + c.view(5, 5)` are) both pass for unused.
         """
         for alias in self._aliases.values():
-            if alias.grad is not None and not alias.grad.is_sparse:
-                if torch._C._storage_Use_Count(alias.grad.untyped_storage()._cdata) > 2:  # the gradient, and this look
-                    alias.grad = alias.grad.clone()
+            if alias.grad is None or alias.grad.is_sparse:
+                continue
+            users = torch._C._storage_Use_Count(alias.grad.untyped_storage()._cdata)
+            if users > 2:  # more than the gradient itself and this look at it
+                alias.grad = alias.grad.clone()
 
     def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Hands over each parameter's gradient, summed over the micro-batches since the last call."""
@@ -221,6 +221,13 @@ class PipelineStage:
             t.detach().to(self.device, non_blocking=True).requires_grad_(t.requires_grad and self.differentiable)
             for t in tensors
         )
+
+    @contextmanager
+    def _gathering(self):
+        with ExitStack() as stack:
+            for statistics in self.statistics:
+                stack.enter_context(statistics.gathering())
+            yield
 
     def _wanted(self, inputs: Tensors) -> bool:
         """Whether anything in this stage, or before it, is to get a gradient."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
+from statistics import median
 from typing import NamedTuple
 
 from micropp.schedule import KINDS, Action, Schedule, needs, validate, walk
@@ -176,6 +177,28 @@ def simulate(
     return timeline
 
 
+def replay(recorded: Timeline, schedule: Schedule) -> Timeline:
+    """Run a schedule on paper with the durations of recorded cells: what it would take if no stage had to share.
+
+    Record the cells where nothing competes with them, stop-and-wait (`naive`) say. A cell that was recorded more than
+    once counts with its median. Only cells take time here; handing over between them is free.
+    Raises ScheduleError for a schedule that cannot be run, ValueError for a cell that was not recorded.
+    """
+    validate(schedule)
+    durations: dict[Action, list[Real]] = {}
+    for stage, action, start, end in recorded.spans:
+        durations.setdefault(action.at(stage), []).append(end - start)
+    cells = {action.at(i) for i, actions in enumerate(schedule) for action in actions}
+    missing = min(cells - durations.keys(), default=None)
+    if missing is not None:
+        raise ValueError(f"the schedule has {missing}, but no such cell was recorded: record a run that does all of it")
+    K, M = 1 + max(cell.stage for cell in cells), 1 + max(cell.microbatch for cell in cells)
+    costs = {
+        kind: [[median(durations.get(Action(kind, m, k), [0])) for m in range(M)] for k in range(K)] for kind in KINDS
+    }
+    return simulate(schedule, forward=costs["F"], backward=costs["B"], recompute=costs["R"])
+
+
 def bubble_theory(n_partitions: int, n_microbatches: int) -> float:
     """GPipe's bubble, (K−1)/(M+K−1): the idle share of the *total* time, as `Timeline.bubble` measures it.
 
@@ -198,11 +221,18 @@ def to_chrome_trace(timeline: Timeline) -> dict:
         for k in range(timeline.n_stages)
     ]
     for stage, action, start, end in timeline.spans:
-        events.append({
-            "name": str(action), "cat": KINDS.get(action.kind, action.kind), "ph": "X", "pid": 0, "tid": stage,
-            "ts": float(start - timeline.start) * 1e6, "dur": float(end - start) * 1e6,
-            "args": {"stage": action.at(stage).stage, "microbatch": action.microbatch},
-        })
+        events.append(
+            {
+                "name": str(action),
+                "cat": KINDS.get(action.kind, action.kind),
+                "ph": "X",
+                "pid": 0,
+                "tid": stage,
+                "ts": float(start - timeline.start) * 1e6,
+                "dur": float(end - start) * 1e6,
+                "args": {"stage": action.at(stage).stage, "microbatch": action.microbatch},
+            }
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -12,7 +12,17 @@ from micropp.schedule import SCHEDULES
 from tests.oracle import assert_same_gradients, mlp, squares, twins
 
 # (L, K, M, N): M=1, K=1, M<K, K=L, 10 samples in 4, one sample a micro-batch, fewer samples than M
-AWKWARD = [(6, 1, 1, 3), (6, 1, 4, 10), (6, 3, 1, 4), (7, 3, 4, 10), (7, 7, 2, 5), (6, 4, 3, 7), (5, 2, 8, 8), (6, 3, 8, 5), (4, 2, 5, 1)]
+AWKWARD = [
+    (6, 1, 1, 3),
+    (6, 1, 4, 10),
+    (6, 3, 1, 4),
+    (7, 3, 4, 10),
+    (7, 7, 2, 5),
+    (6, 4, 3, 7),
+    (5, 2, 8, 8),
+    (6, 3, 8, 5),
+    (4, 2, 5, 1),
+]
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from implementation import GPipe
+from micropp.schedule import ScheduleError, gpipe, naive
 from tests.oracle import assert_same_gradients, mlp, squares, twins
 
 BOTH = pytest.mark.parametrize("use_checkpoint", [True, False])
@@ -237,9 +238,7 @@ def test_sparse_and_dense_gradients_of_a_tied_embedding(use_checkpoint):
     words = torch.randint(5, (6,))
     squares(plain(words)).backward()
     squares(GPipe(model, 3, 2, use_checkpoint)(words)).backward()
-    torch.testing.assert_close(
-        model[2].weight.grad.to_dense(), plain[2].weight.grad.to_dense(), rtol=1e-10, atol=1e-12
-    )
+    torch.testing.assert_close(model[2].weight.grad.to_dense(), plain[2].weight.grad.to_dense(), rtol=1e-10, atol=1e-12)
 
 
 @BOTH
@@ -310,3 +309,12 @@ def test_a_backward_that_failed_says_so_the_second_time():
         squares(output).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="failed before"):
         squares(output).backward()
+
+
+def test_a_schedule_for_other_sizes_is_refused_rather_than_waited_for():
+    pipeline, x = GPipe(mlp(4), 2, 3), batch(6)
+    for schedule in (lambda K, M: gpipe(K, M + 1), lambda K, M: gpipe(K, M - 1), lambda K, M: gpipe(K + 1, M)):
+        with pytest.raises(ScheduleError, match="it is to run 2 and 3"):
+            pipeline.loss(functional.mse_loss, x, x, schedule)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        pipeline.loss(functional.mse_loss, x, x, lambda K, M: [naive(K, M)[0], gpipe(K, M)[1]])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from micropp.memory import MB, MemoryTracker, get_peak_memory
 
-N, D, L = 64, 24, 5                                             # one activation outweighs one layer's parameters
-ACTIVATION = 4 * N * D                                          # bytes of one (N, D) float32 tensor
-PARAMETERS = 4 * (D * D + D)                                    # bytes of one Linear
+N, D, L = 64, 24, 5  # one activation outweighs one layer's parameters
+ACTIVATION = 4 * N * D  # bytes of one (N, D) float32 tensor
+PARAMETERS = 4 * (D * D + D)  # bytes of one Linear
 SCALAR = 4
 
 
@@ -71,7 +71,7 @@ def test_with_a_graph_every_relu_output_is_retained():
     with MemoryTracker(model, existing=[x]) as memory:
         y = model(x)
     assert y.shape == (N, D)
-    assert memory.activation_bytes == (L + 1) * ACTIVATION     # each ReLU's output and the last Linear's
+    assert memory.activation_bytes == (L + 1) * ACTIVATION  # each ReLU's output and the last Linear's
     assert memory.peak_bytes == L * PARAMETERS + ACTIVATION + (L + 1) * ACTIVATION
 
 
@@ -162,7 +162,7 @@ def test_figures_are_refused_before_the_block_has_ended():
     memory = MemoryTracker()
     with pytest.raises(RuntimeError, match="after the with block"):
         memory.peak_bytes
-    for _ in range(2):                                          # nor does a second block show the first one's
+    for _ in range(2):  # nor does a second block show the first one's
         with memory, pytest.raises(RuntimeError, match="after the with block"):
             memory.activation_mb
         assert memory.activation_mb == 0
@@ -217,7 +217,7 @@ def test_many_threads_at_once_lose_no_byte():
         try:
             for old in shared:
                 barrier.wait(30)
-                old.view(2, 5) + 1                              # all meet the same unknown storage at once
+                old.view(2, 5) + 1  # all meet the same unknown storage at once
             kept = torch.empty(100, dtype=torch.uint8)
             barrier.wait(30)
             assert len(kept) == 100
@@ -227,7 +227,7 @@ def test_many_threads_at_once_lose_no_byte():
             _pop_mode()
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)                                 # threads take turns as often as they can
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
     try:
         with MemoryTracker() as memory:
             threads = [threading.Thread(target=work) for _ in range(n_threads)]
@@ -275,9 +275,17 @@ print(resident, memory.peak_mb - base / MB)
 
 
 def run_python(program: str) -> list[float]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "MALLOC_MMAP_THRESHOLD_": "65536",
-                   "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return [float(word) for word in result.stdout.split()]
 
@@ -291,7 +299,9 @@ def can_restart_the_mark() -> bool:
         return False
 
 
-needs_restart = pytest.mark.skipif(not can_restart_the_mark(), reason="needs Linux with a writable /proc/self/clear_refs")
+needs_restart = pytest.mark.skipif(
+    not can_restart_the_mark(), reason="needs Linux with a writable /proc/self/clear_refs"
+)
 
 
 @needs_restart
@@ -340,8 +350,9 @@ def test_get_peak_memory_is_a_number_even_where_nothing_in_proc_can_be_opened(mo
 
     def refuse(*_, **__):
         raise PermissionError("read-only container")
+
     monkeypatch.setattr("builtins.open", refuse)
     peaks = [get_peak_memory(), get_peak_memory()]
     monkeypatch.undo()
-    assert all(10 < peak < 2**20 for peak in peaks)             # MB: neither bytes nor KiB
+    assert all(10 < peak < 2**20 for peak in peaks)  # MB: neither bytes nor KiB
     assert MB == 2**20

@@ -17,7 +17,7 @@ def heaviest(costs, counts) -> Fraction:
     """The heaviest stage, added up without rounding."""
     exact, stages, start = [Fraction(cost) for cost in costs], [], 0
     for count in counts:
-        stages.append(sum(exact[start:start + count]))
+        stages.append(sum(exact[start : start + count]))
         start += count
     return max(stages)
 
@@ -52,15 +52,13 @@ def test_no_cut_at_all_is_lighter(kind):
         best = min(heaviest(costs, cut) for cut in every_cut(n_layers, n_partitions))
         assert heaviest(costs, counts) == best, (costs, n_partitions, counts)
         equal_was_worse += heaviest(costs, equal_counts(n_layers, n_partitions)) > best
-    assert equal_was_worse > 5                                  # the cases tell a good cut from a plain one
+    assert equal_was_worse > 5  # the cases tell a good cut from a plain one
 
 
-@pytest.mark.parametrize("costs, n_partitions, counts", [
-    ([4, 1, 1, 1, 1, 4], 3, [1, 4, 1]),
-    ([1, 1, 1, 9], 2, [3, 1]),
-    ([9, 0, 0, 0], 4, [1, 1, 1, 1]),
-    ([5], 1, [1]),
-])
+@pytest.mark.parametrize(
+    "costs, n_partitions, counts",
+    [([4, 1, 1, 1, 1, 4], 3, [1, 4, 1]), ([1, 1, 1, 9], 2, [3, 1]), ([9, 0, 0, 0], 4, [1, 1, 1, 1]), ([5], 1, [1])],
+)
 def test_cuts_with_one_right_answer(costs, n_partitions, counts):
     assert lightest_split(costs, n_partitions) == counts
 
@@ -94,10 +92,18 @@ def test_equal_counts(n_layers):
     assert equal_counts(10, 4) == [3, 3, 2, 2]
 
 
-@pytest.mark.parametrize("cut", [equal_counts, lambda n_layers, k: lightest_split([1] * n_layers, k),
-                                 lambda n_layers, k: check_balance([1] * k, n_layers, k)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        equal_counts,
+        lambda n_layers, k: lightest_split([1] * n_layers, k),
+        lambda n_layers, k: check_balance([1] * k, n_layers, k),
+    ],
+)
 def test_sizes_that_cannot_be_cut(cut):
-    with pytest.raises(ValueError, match="^8 partitions need at least 8 layers, but the model has 6: lower n_partitions$"):
+    with pytest.raises(
+        ValueError, match="^8 partitions need at least 8 layers, but the model has 6: lower n_partitions$"
+    ):
         cut(6, 8)
     for n_partitions in (0, -1):
         with pytest.raises(ValueError, match=f"n_partitions is {n_partitions},.*raise n_partitions"):
@@ -123,7 +129,9 @@ def test_layer_parameters_counts_each_parameter_once():
     shared = nn.Linear(4, 4)
     tied = nn.Linear(4, 4)
     tied.weight = shared.weight
-    model = nn.Sequential(shared, nn.ReLU(), tied, shared, nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False)))
+    model = nn.Sequential(
+        shared, nn.ReLU(), tied, shared, nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+    )
     assert layer_parameters(model) == [20, 0, 4, 0, 16]
     assert sum(layer_parameters(model)) == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(TypeError, match="nn.Sequential"):
@@ -145,15 +153,18 @@ class Both(nn.Module):
 
 def test_layer_seconds_leaves_everything_as_it_was():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), Draws(),
-                          nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), Draws(), nn.Linear(8, 3)
+    )
     model[5].eval()
     model[5].bias.requires_grad_(False)
     x = torch.randn(10, 6, requires_grad=True)
     model(torch.randn(10, 6)).sum().backward()
     state, x_before = copy.deepcopy(model.state_dict()), x.detach().clone()
-    gradients = {name: (parameter.grad, None if parameter.grad is None else parameter.grad.clone())
-                 for name, parameter in model.named_parameters()}
+    gradients = {
+        name: (parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+        for name, parameter in model.named_parameters()
+    }
     assert gradients["0.weight"][1].abs().sum() > 0 and gradients["5.bias"][0] is None
     modes = [module.training for module in model.modules()]
     generator, python_generator = torch.get_rng_state(), random.getstate()
@@ -171,7 +182,7 @@ def test_layer_seconds_leaves_everything_as_it_was():
         grad, copied = gradients[name]
         assert parameter.grad is grad and (grad is None or torch.equal(grad, copied))
     assert torch.equal(x, x_before) and x.grad is None
-    model(x)                                                    # had it run on the model itself, the states would differ
+    model(x)  # had it run on the model itself, the states would differ
     assert not torch.equal(torch.get_rng_state(), generator)
     assert not torch.equal(model[1].running_mean, state["1.running_mean"])
 
@@ -202,12 +213,12 @@ def test_layer_seconds_runs_forward_and_backward_once_a_repeat():
             return Counted.apply(x)
 
     layer_seconds(nn.Sequential(nn.Linear(2, 2), Layer()), torch.ones(1, 2), repeats=3)
-    assert counts == {"forward": 4, "backward": 4}              # three and a warm-up
+    assert counts == {"forward": 4, "backward": 4}  # three and a warm-up
     layer_seconds(nn.Sequential(Layer()), torch.ones(1, 2), repeats=3)
-    assert counts == {"forward": 8, "backward": 4}              # nobody wants the gradient of a first layer's input
+    assert counts == {"forward": 8, "backward": 4}  # nobody wants the gradient of a first layer's input
     with torch.no_grad():
         layer_seconds(nn.Sequential(nn.Linear(2, 2), Layer()), torch.ones(1, 2), repeats=3)
-    assert counts == {"forward": 12, "backward": 8}             # the caller's grad mode is not what is measured
+    assert counts == {"forward": 12, "backward": 8}  # the caller's grad mode is not what is measured
 
 
 def test_layer_seconds_tells_a_heavy_layer_from_a_light_one():

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from micropp.schedule import (
-    SCHEDULES, Action, ScheduleError, gpipe, merge, naive, needs, one_f_one_b, rematerialized, split, validate, walk,
+    SCHEDULES,
+    Action,
+    ScheduleError,
+    gpipe,
+    merge,
+    naive,
+    needs,
+    one_f_one_b,
+    rematerialized,
+    split,
+    validate,
+    walk,
 )
 
 SIZES = [(K, M) for K in range(1, 7) for M in range(1, 10)]
@@ -25,10 +36,17 @@ def read(text):
 # --- actions
 
 
-@pytest.mark.parametrize("text, action", [
-    ("F0", Action("F", 0)), ("B3", Action("B", 3)), ("R12", Action("R", 12)), ("2F0", Action("F", 0, 2)),
-    ("10B11", Action("B", 11, 10)), ("0F0", Action("F", 0, 0)),
-])
+@pytest.mark.parametrize(
+    "text, action",
+    [
+        ("F0", Action("F", 0)),
+        ("B3", Action("B", 3)),
+        ("R12", Action("R", 12)),
+        ("2F0", Action("F", 0, 2)),
+        ("10B11", Action("B", 11, 10)),
+        ("0F0", Action("F", 0, 0)),
+    ],
+)
 def test_action_prints_and_parses(text, action):
     assert str(action) == repr(action) == text
     assert Action.parse(text) == action
@@ -90,12 +108,19 @@ def test_live_microbatches_by_counting(K, M):
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("counts, error, named", [
-    ((0, 4), ValueError, "n_partitions"), ((-1, 4), ValueError, "n_partitions"), ((2, 0), ValueError, "n_microbatches"),
-    ((2.0, 4), TypeError, "n_partitions"), ((2, "4"), TypeError, "n_microbatches"),
-    ((True, 4), TypeError, "n_partitions"), ((2, True), TypeError, "n_microbatches"),
-    ((2, None), TypeError, "n_microbatches"),
-])
+@pytest.mark.parametrize(
+    "counts, error, named",
+    [
+        ((0, 4), ValueError, "n_partitions"),
+        ((-1, 4), ValueError, "n_partitions"),
+        ((2, 0), ValueError, "n_microbatches"),
+        ((2.0, 4), TypeError, "n_partitions"),
+        ((2, "4"), TypeError, "n_microbatches"),
+        ((True, 4), TypeError, "n_partitions"),
+        ((2, True), TypeError, "n_microbatches"),
+        ((2, None), TypeError, "n_microbatches"),
+    ],
+)
 def test_wrong_counts_are_named(make, counts, error, named):
     with pytest.raises(error, match=f"{named} must be .*got {counts[named == 'n_microbatches']!r}"):
         make(*counts)
@@ -113,7 +138,14 @@ def test_needs():
         return need if need is None else str(need)
 
     assert {cell: text(cell) for cell in ("0F1", "1F1", "2F1", "2B1", "1B1", "0B1", "0R1", "2R1")} == {
-        "0F1": None, "1F1": "0F1", "2F1": "1F1", "2B1": "2F1", "1B1": "2B1", "0B1": "1B1", "0R1": "0F1", "2R1": "2F1",
+        "0F1": None,
+        "1F1": "0F1",
+        "2F1": "1F1",
+        "2B1": "2F1",
+        "1B1": "2B1",
+        "0B1": "1B1",
+        "0R1": "0F1",
+        "2R1": "2F1",
     }
 
 
@@ -134,35 +166,45 @@ def move(actions, old, new):
     actions.insert(new, actions.pop(old))
 
 
-@pytest.mark.parametrize("change, parts", [
-    (lambda s: s[1].remove(Action("F", 2)), ["1F2 is missing"]),
-    (lambda s: s[1].remove(Action("B", 2)), ["1B2 is missing"]),
-    (lambda s: s[2].remove(Action("B", 0)), ["2B0 is missing"]),
-    (lambda s: s[1].append(Action("F", 1)), ["list 1, position 9: 1F1 is doubled", "position 1"]),
-    (lambda s: s[0].insert(4, Action("R", 0)), ["list 0, position 4: 0R0 is doubled", "position 3"]),
-    (lambda s: s[1].__setitem__(4, Action("F", 7)), ["list 1, position 4: 1F7 is unknown", "3 micro-batches"]),
-    (lambda s: s[1].append(Action("F", 3)), ["list 1, position 9: 1F3 is unknown", "3 micro-batches"]),
-    (lambda s: s[1].__setitem__(0, Action("F", -1)), ["list 1, position 0: 1F-1", "whole micro-batch"]),
-    (lambda s: s[1].__setitem__(0, Action("F", 0.0)), ["list 1, position 0: 1F0.0", "whole micro-batch"]),
-    (lambda s: s[0].__setitem__(0, Action("F", False)), ["list 0, position 0: 0FFalse", "whole micro-batch"]),
-    (lambda s: s[2].__setitem__(3, Action("W", 1)), ["list 2, position 3: W1", "no action"]),
-    (lambda s: s[2].__setitem__(3, "F1"), ["list 2, position 3: 'F1'", "no action"]),
-    (lambda s: s[2].__setitem__(3, ("F", 1, None)), ["list 2, position 3: ('F', 1, None)", "no action"]),
-    (lambda s: s[0].__setitem__(0, Action("F", 0, 2)), ["list 2, position 0: 2F0 belongs in list 0"]),
-    (lambda s: s[2].__setitem__(0, Action("F", 0, 1)), ["list 2, position 0: 1F0 belongs in list 1"]),
-    (lambda s: s[0].__setitem__(0, Action("F", 0, -2)), ["list 0, position 0: -2F0", "stage from 0 up"]),
-    (lambda s: move(s[1], 3, 0), ["list 1, position 0: 1B0 comes before its own 1F0 (position 1)"]),
-    (lambda s: move(s[1], 2, 0), ["list 1, position 0: 1R0 must stand between 1F0 (position 1) and 1B0 (position 3)"]),
-    (lambda s: move(s[1], 2, 3), ["list 1, position 3: 1R0 must stand between", "1B0 (position 2)"]),
-    (lambda s: s[1].clear(), ["non-empty"]),
-    (lambda s: s.clear(), ["non-empty", "[]"]),
-    # stage 0 wants B0 before it hands on F1, the last stage wants F1 before it hands back B0
-    (lambda s: (move(s[0], 1, 4), move(s[0], 1, 4), move(s[2], 3, 1)), [
-        "deadlock", "stage 0 stands at 0B0 (list 0, position 2) and waits for 1B0",
-        "stage 1 stands at 1F1 (list 1, position 1) and waits for 0F1",
-        "stage 2 stands at 2F1 (list 2, position 1) and waits for 1F1",
-    ]),
-])
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (lambda s: s[1].remove(Action("F", 2)), ["1F2 is missing"]),
+        (lambda s: s[1].remove(Action("B", 2)), ["1B2 is missing"]),
+        (lambda s: s[2].remove(Action("B", 0)), ["2B0 is missing"]),
+        (lambda s: s[1].append(Action("F", 1)), ["list 1, position 9: 1F1 is doubled", "position 1"]),
+        (lambda s: s[0].insert(4, Action("R", 0)), ["list 0, position 4: 0R0 is doubled", "position 3"]),
+        (lambda s: s[1].__setitem__(4, Action("F", 7)), ["list 1, position 4: 1F7 is unknown", "3 micro-batches"]),
+        (lambda s: s[1].append(Action("F", 3)), ["list 1, position 9: 1F3 is unknown", "3 micro-batches"]),
+        (lambda s: s[1].__setitem__(0, Action("F", -1)), ["list 1, position 0: 1F-1", "whole micro-batch"]),
+        (lambda s: s[1].__setitem__(0, Action("F", 0.0)), ["list 1, position 0: 1F0.0", "whole micro-batch"]),
+        (lambda s: s[0].__setitem__(0, Action("F", False)), ["list 0, position 0: 0FFalse", "whole micro-batch"]),
+        (lambda s: s[2].__setitem__(3, Action("W", 1)), ["list 2, position 3: W1", "no action"]),
+        (lambda s: s[2].__setitem__(3, "F1"), ["list 2, position 3: 'F1'", "no action"]),
+        (lambda s: s[2].__setitem__(3, ("F", 1, None)), ["list 2, position 3: ('F', 1, None)", "no action"]),
+        (lambda s: s[0].__setitem__(0, Action("F", 0, 2)), ["list 2, position 0: 2F0 belongs in list 0"]),
+        (lambda s: s[2].__setitem__(0, Action("F", 0, 1)), ["list 2, position 0: 1F0 belongs in list 1"]),
+        (lambda s: s[0].__setitem__(0, Action("F", 0, -2)), ["list 0, position 0: -2F0", "stage from 0 up"]),
+        (lambda s: move(s[1], 3, 0), ["list 1, position 0: 1B0 comes before its own 1F0 (position 1)"]),
+        (
+            lambda s: move(s[1], 2, 0),
+            ["list 1, position 0: 1R0 must stand between 1F0 (position 1) and 1B0 (position 3)"],
+        ),
+        (lambda s: move(s[1], 2, 3), ["list 1, position 3: 1R0 must stand between", "1B0 (position 2)"]),
+        (lambda s: s[1].clear(), ["non-empty"]),
+        (lambda s: s.clear(), ["non-empty", "[]"]),
+        # stage 0 wants B0 before it hands on F1, the last stage wants F1 before it hands back B0
+        (
+            lambda s: (move(s[0], 1, 4), move(s[0], 1, 4), move(s[2], 3, 1)),
+            [
+                "deadlock",
+                "stage 0 stands at 0B0 (list 0, position 2) and waits for 1B0",
+                "stage 1 stands at 1F1 (list 1, position 1) and waits for 0F1",
+                "stage 2 stands at 2F1 (list 2, position 1) and waits for 1F1",
+            ],
+        ),
+    ],
+)
 def test_validator_names_the_wrong_cell(change, parts):
     validate(GOOD)
     with pytest.raises(ScheduleError) as error:
@@ -192,6 +234,7 @@ def random_schedule(rng, K, M):
     todo = {(kind, m, k) for kind in "FRB" for m in range(M) for k in range(K) if kind != "R" or rng.random() < 0.5}
     schedule = [[] for _ in range(K)]
     while todo:
+
         def ready(cell):
             kind, m, k = cell
             if kind == "F":
@@ -283,7 +326,11 @@ def torch_table(cls, K, M):
     """torch's table as ours: without waiting and gradient reduction, which are no work on a micro-batch."""
     table = torch_schedule(cls, K, M)._get_pipeline_order()
     return [
-        [Action(a.computation_type.value, a.microbatch_index) for a in table[k] if a and a.computation_type.value in "FB"]
+        [
+            Action(a.computation_type.value, a.microbatch_index)
+            for a in table[k]
+            if a and a.computation_type.value in "FB"
+        ]
         for k in range(K)
     ]
 
@@ -347,9 +394,9 @@ def test_naive_is_gpipe_with_one_microbatch(pipelining, K):
 # --- split and merge
 
 
-@pytest.mark.parametrize("N, M, sizes", [
-    (5, 4, [2, 1, 1, 1]), (10, 4, [3, 3, 2, 2]), (7, 7, [1] * 7), (6, 1, [6]), (8, 4, [2] * 4),
-])
+@pytest.mark.parametrize(
+    "N, M, sizes", [(5, 4, [2, 1, 1, 1]), (10, 4, [3, 3, 2, 2]), (7, 7, [1] * 7), (6, 1, [6]), (8, 4, [2] * 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
 def test_split_and_merge(N, M, sizes, dtype):
     x = (torch.arange(N * 3).reshape(N, 3) % 5).to(dtype)
@@ -377,27 +424,45 @@ def test_gradients_flow_through_split_and_merge():
     assert torch.equal(x.grad, weight * factor)
 
 
-@pytest.mark.parametrize("batch, M, error, message", [
-    (torch.zeros(4, 2), 6, ValueError, "6 micro-batches need at least 6 samples, but .* has 4: lower n_microbatches"),
-    (torch.zeros(0, 2), 1, ValueError, "0 samples"), (torch.zeros(4), 0, ValueError, "at least 1, got 0"),
-    (torch.zeros(4), True, TypeError, "n_microbatches"), (torch.zeros(4), 2.0, TypeError, "n_microbatches"),
-    ((torch.zeros(4), torch.zeros(5)), 2, ValueError, r"\[4, 5\]"), (torch.tensor(1.0), 1, ValueError, "0 dimensions"),
-    ((torch.zeros(4), torch.tensor(1.0)), 2, ValueError, "0 dimensions"), ([torch.zeros(4)], 2, TypeError, "got list"),
-    ((torch.zeros(4), "x"), 2, TypeError, r"got \(Tensor, str\)"), ((), 1, TypeError, r"got \(\)"),
-    (None, 1, TypeError, "NoneType"),
-])
+@pytest.mark.parametrize(
+    "batch, M, error, message",
+    [
+        (
+            torch.zeros(4, 2),
+            6,
+            ValueError,
+            "6 micro-batches need at least 6 samples, but .* has 4: lower n_microbatches",
+        ),
+        (torch.zeros(0, 2), 1, ValueError, "0 samples"),
+        (torch.zeros(4), 0, ValueError, "at least 1, got 0"),
+        (torch.zeros(4), True, TypeError, "n_microbatches"),
+        (torch.zeros(4), 2.0, TypeError, "n_microbatches"),
+        ((torch.zeros(4), torch.zeros(5)), 2, ValueError, r"\[4, 5\]"),
+        (torch.tensor(1.0), 1, ValueError, "0 dimensions"),
+        ((torch.zeros(4), torch.tensor(1.0)), 2, ValueError, "0 dimensions"),
+        ([torch.zeros(4)], 2, TypeError, "got list"),
+        ((torch.zeros(4), "x"), 2, TypeError, r"got \(Tensor, str\)"),
+        ((), 1, TypeError, r"got \(\)"),
+        (None, 1, TypeError, "NoneType"),
+    ],
+)
 def test_split_refuses(batch, M, error, message):
     with pytest.raises(error, match=message):
         split(batch, M)
 
 
-@pytest.mark.parametrize("parts, error, message", [
-    ([], ValueError, "empty"), ([torch.zeros(2), (torch.zeros(2),)], ValueError, "0 is a tensor and 1 is a tuple of 1"),
-    ([(torch.zeros(2),), (torch.zeros(2), torch.zeros(2))], ValueError, "1 is a tuple of 2"),
-    ([torch.tensor(1.0), torch.tensor(2.0)], ValueError, "0 dimensions"), (torch.zeros(2), TypeError, "got one tensor"),
-    ([torch.zeros(2), None], TypeError, "micro-batch 1 must be"),
-    ([[torch.zeros(2)]], TypeError, "micro-batch 0 must be"),
-])
+@pytest.mark.parametrize(
+    "parts, error, message",
+    [
+        ([], ValueError, "empty"),
+        ([torch.zeros(2), (torch.zeros(2),)], ValueError, "0 is a tensor and 1 is a tuple of 1"),
+        ([(torch.zeros(2),), (torch.zeros(2), torch.zeros(2))], ValueError, "1 is a tuple of 2"),
+        ([torch.tensor(1.0), torch.tensor(2.0)], ValueError, "0 dimensions"),
+        (torch.zeros(2), TypeError, "got one tensor"),
+        ([torch.zeros(2), None], TypeError, "micro-batch 1 must be"),
+        ([[torch.zeros(2)]], TypeError, "micro-batch 0 must be"),
+    ],
+)
 def test_merge_refuses(parts, error, message):
     with pytest.raises(error, match=message):
         merge(parts)

@@ -100,8 +100,10 @@ class Norm(nn.Module):
 
 
 def run(model, batch, schedule, pipeline=None):
-    batch = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in batch) if isinstance(batch, tuple) else (
-        batch.detach().clone().requires_grad_(batch.requires_grad)
+    batch = (
+        tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in batch)
+        if isinstance(batch, tuple)
+        else (batch.detach().clone().requires_grad_(batch.requires_grad))
     )
     inputs = batch if isinstance(batch, tuple) else (batch,)
     if schedule is None:

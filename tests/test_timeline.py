@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from micropp.schedule import SCHEDULES, Action, ScheduleError, gpipe, naive, one_f_one_b, rematerialized, validate
-from micropp.timeline import Span, Timeline, bubble_theory, simulate, to_chrome_trace
+from micropp.timeline import Span, Timeline, bubble_theory, replay, simulate, to_chrome_trace
 
 SIZES = [(K, M) for K in range(1, 7) for M in range(1, 10)]
 
@@ -45,7 +45,8 @@ def test_grids(name, K, M):
 
 def test_grid_of_longer_actions_and_many_microbatches():
     assert simulate(gpipe(2, 1), forward=[1, 2], backward=3, transfer=1).grid().splitlines() == [
-        "0: F0 .  .  .  .  .  .  .  B0 -  -", "1: .  .  F0 -  B0 -  -  .  .  .  .",
+        "0: F0 .  .  .  .  .  .  .  B0 -  -",
+        "1: .  .  F0 -  B0 -  -  .  .  .  .",
     ]
     wide = simulate(gpipe(11, 11)).grid().splitlines()
     assert wide[0].startswith(" 0: F0  F1  F2 ") and wide[10].startswith("10: .   .   . ")
@@ -107,9 +108,7 @@ def test_rematerialization_fills_the_bubble(K, M):
 
 def test_unequal_stages_by_hand():
     timeline = simulate(gpipe(2, 2), forward=[1, 2], backward=[1, 2])
-    assert timeline.grid().splitlines() == [
-        "0: F0 F1 .  .  .  .  .  B1 .  B0", "1: .  F0 -  F1 -  B1 -  B0 -  .",
-    ]
+    assert timeline.grid().splitlines() == ["0: F0 F1 .  .  .  .  .  B1 .  B0", "1: .  F0 -  F1 -  B1 -  B0 -  ."]
     assert timeline.busy() == [4, 8] and timeline.bubble() == 8 / 20 and timeline.speedup() == 12 / 10
     assert simulate(gpipe(2, 2), forward=[[1, 1], [2, 2]], backward=[1, [2, 2]]).spans == timeline.spans
 
@@ -148,6 +147,7 @@ def random_schedule(rng, K, M):
     todo = {(kind, m, k) for kind in "FRB" for m in range(M) for k in range(K) if kind != "R" or rng.random() < 0.5}
     schedule = [[] for _ in range(K)]
     while todo:
+
         def ready(cell):
             kind, m, k = cell
             if kind == "F":
@@ -208,16 +208,22 @@ def test_interleaved_stages_of_torchs_table(K, v, M):
 # --- costs that make no sense, timelines that are odd
 
 
-@pytest.mark.parametrize("costs, error, message", [
-    ({"forward": [1, 1]}, ValueError, "forward has 2 entries for 3 stages"),
-    ({"backward": [1, 1, [1, 1, 1]]}, ValueError, r"backward\[2\] has 3 entries for 2 micro-batches"),
-    ({"recompute": [[1, 1]] * 4}, ValueError, "recompute has 4 entries"),
-    ({"forward": -1}, ValueError, r"forward\[0\] must be finite and not below 0, got -1"),
-    ({"backward": [1, 1, [1, -0.5]]}, ValueError, r"backward\[2\] .* got -0\.5"),
-    ({"transfer": -2}, ValueError, "transfer must be"), ({"transfer": float("nan")}, ValueError, "transfer must be"),
-    ({"forward": float("inf")}, ValueError, "finite"), ({"forward": "123"}, TypeError, "forward must be"),
-    ({"forward": [1, None, 1]}, TypeError, r"forward\[1\] must be"), ({"transfer": [1, 1]}, TypeError, "transfer"),
-])
+@pytest.mark.parametrize(
+    "costs, error, message",
+    [
+        ({"forward": [1, 1]}, ValueError, "forward has 2 entries for 3 stages"),
+        ({"backward": [1, 1, [1, 1, 1]]}, ValueError, r"backward\[2\] has 3 entries for 2 micro-batches"),
+        ({"recompute": [[1, 1]] * 4}, ValueError, "recompute has 4 entries"),
+        ({"forward": -1}, ValueError, r"forward\[0\] must be finite and not below 0, got -1"),
+        ({"backward": [1, 1, [1, -0.5]]}, ValueError, r"backward\[2\] .* got -0\.5"),
+        ({"transfer": -2}, ValueError, "transfer must be"),
+        ({"transfer": float("nan")}, ValueError, "transfer must be"),
+        ({"forward": float("inf")}, ValueError, "finite"),
+        ({"forward": "123"}, TypeError, "forward must be"),
+        ({"forward": [1, None, 1]}, TypeError, r"forward\[1\] must be"),
+        ({"transfer": [1, 1]}, TypeError, "transfer"),
+    ],
+)
 def test_simulate_refuses_costs(costs, error, message):
     with pytest.raises(error, match=message):
         simulate(gpipe(3, 2), **costs)
@@ -244,7 +250,9 @@ def test_zero_cost_forwards_still_count_as_live():
 
 def test_overlapping_spans_are_counted_once():
     """A recorded B may have its R inside it."""
-    timeline = Timeline(1, [(0, Action("F", 0), 1.0, 2.0), (0, Action("B", 0), 2.0, 5.0), (0, Action("R", 0), 2.0, 3.0)])
+    timeline = Timeline(
+        1, [(0, Action("F", 0), 1.0, 2.0), (0, Action("B", 0), 2.0, 5.0), (0, Action("R", 0), 2.0, 3.0)]
+    )
     assert timeline.busy() == [4.0] and timeline.bubble() == 0 and timeline.utilisation() == [1.0]
 
 
@@ -255,11 +263,15 @@ def test_live_counts_a_microbatch_until_its_backward_ends():
     assert timeline.live() == [2]  # 1 and 2, whose backwards never come
 
 
-@pytest.mark.parametrize("span, message", [
-    ((3, Action("F", 0), 0, 1), "F0 is on stage 3, .* stages 0 to 2"), ((-1, Action("F", 0), 0, 1), "stage -1"),
-    ((0, Action("F", 0), 2, 1), "ends at 1, before it starts at 2"),
-    ((0, Action("F", 0), 0, float("nan")), "ends at nan"),
-])
+@pytest.mark.parametrize(
+    "span, message",
+    [
+        ((3, Action("F", 0), 0, 1), "F0 is on stage 3, .* stages 0 to 2"),
+        ((-1, Action("F", 0), 0, 1), "stage -1"),
+        ((0, Action("F", 0), 2, 1), "ends at 1, before it starts at 2"),
+        ((0, Action("F", 0), 0, float("nan")), "ends at nan"),
+    ],
+)
 def test_impossible_spans(span, message):
     with pytest.raises(ValueError, match=message):
         Timeline(3, [span])
@@ -293,8 +305,36 @@ def test_chrome_trace():
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == len(timeline.spans) == 12
     assert spans[0] == {
-        "name": "F0", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 250000.0,
+        "name": "F0",
+        "cat": "forward",
+        "ph": "X",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0.0,
+        "dur": 250000.0,
         "args": {"stage": 0, "microbatch": 0},
     }
     assert max(e["ts"] + e["dur"] for e in spans) == float(timeline.makespan) * 1e6
     assert {e["cat"] for e in spans} == {"forward", "re-materialize", "backward"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_replay_gives_what_simulating_with_the_recorded_durations_gives(name):
+    rng = random.Random(0)
+    costs = {kind: [[rng.randint(1, 9) for _ in range(5)] for _ in range(3)] for kind in ("forward", "backward")}
+    recompute = [[rng.randint(1, 9) for _ in range(5)] for _ in range(3)]
+    recorded = simulate(rematerialized(naive(3, 5)), **costs, recompute=recompute)
+    schedule = SCHEDULES[name](3, 5)
+    for wanted in (schedule, rematerialized(schedule)):
+        expected = simulate(wanted, **costs, recompute=recompute)
+        assert recorded.makespan >= expected.makespan > 0
+        replayed = replay(recorded, wanted)
+        assert replayed.spans == expected.spans and replayed.simulated
+
+
+def test_replay_takes_the_median_of_a_cell_and_names_one_that_was_not_recorded():
+    recorded = Timeline(1, [(0, Action("F", 0), t, t + took) for t, took in ((0, 1), (10, 2), (20, 9))])
+    recorded.add(0, Action("B", 0), 40, 44)
+    assert replay(recorded, gpipe(1, 1)).makespan == 2 + 4
+    with pytest.raises(ValueError, match="has 0R0, but no such cell was recorded"):
+        replay(recorded, rematerialized(gpipe(1, 1)))

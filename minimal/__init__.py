@@ -1,0 +1,1 @@
+"""The parts of the benchmark train_minimal.py: its options, its workload, what it measures, what it reports."""
