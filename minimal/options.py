@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=_whole(2), default=10, metavar="L", help="layers of the model: input, L-2 residual, output")
     add("--hidden-dim", type=_whole(1), default=512, metavar="D", help="features between layers")
     add("--batch-size", type=_whole(1), default=4096, metavar="N", help="samples in a mini-batch")
-    add("--epochs", type=_whole(1), default=6, metavar="E", help="passes over the training data")
+    add("--epochs", type=_whole(1), default=7, metavar="E", help="passes over the training data")
     add("--schedule", choices=sorted(SCHEDULES), default="gpipe", help="order of the stages' work")
     add(
         "--balance",
