@@ -1,9 +1,11 @@
-"""What the tests hold a pipeline against: one plain pass over the whole mini-batch, in float64."""
+"""What the tests hold a pipeline against: one plain pass over the whole mini-batch, in float64; random schedules."""
 
 import copy
 
 import torch
 from torch import nn
+
+from micropp.schedule import Action
 
 
 def mlp(n_layers: int, width: int = 5, seed: int = 0) -> nn.Sequential:
@@ -44,3 +46,21 @@ def assert_same_gradients(expected: nn.Module, actual: nn.Module, tolerance: flo
         torch.testing.assert_close(ours[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
     found = [gradient for gradient in theirs.values() if gradient is not None]
     assert not found or any(gradient.abs().max() > 0 for gradient in found), "all gradients are zero: nothing shown"
+
+
+def random_schedule(rng, K, M):
+    """A valid schedule, by doing whatever may be done next, in random order."""
+    todo = {(kind, m, k) for kind in "FRB" for m in range(M) for k in range(K) if kind != "R" or rng.random() < 0.5}
+    schedule = [[] for _ in range(K)]
+    while todo:
+
+        def ready(cell):
+            kind, m, k = cell
+            if kind == "F":
+                return ("F", m, k - 1) not in todo
+            return ("F", m, k) not in todo and (kind == "R" or {("R", m, k), ("B", m, k + 1)}.isdisjoint(todo))
+
+        kind, m, k = rng.choice(sorted(filter(ready, todo)))
+        todo.remove((kind, m, k))
+        schedule[k].append(Action(kind, m))
+    return schedule

@@ -24,6 +24,7 @@ from micropp.schedule import (
     validate,
     walk,
 )
+from tests.oracle import random_schedule
 
 SIZES = [(K, M) for K in range(1, 7) for M in range(1, 10)]
 
@@ -227,24 +228,6 @@ def test_crossed_orders_are_only_wrong_if_they_cannot_run():
     validate(read("F0 F1 B0 B1\nF0 F1 B0 B1\nF1 F0 B1 B0"))  # stage 1 has both micro-batches out: no circle
     with pytest.raises(ScheduleError, match="deadlock: .*stage 2 stands at 2F1 .*position 0. and waits for 1F1"):
         validate(read("F0 F1 B0 B1\nF0 B0 F1 B1\nF1 B1 F0 B0"))
-
-
-def random_schedule(rng, K, M):
-    """A valid schedule, by doing whatever may be done next, in random order."""
-    todo = {(kind, m, k) for kind in "FRB" for m in range(M) for k in range(K) if kind != "R" or rng.random() < 0.5}
-    schedule = [[] for _ in range(K)]
-    while todo:
-
-        def ready(cell):
-            kind, m, k = cell
-            if kind == "F":
-                return ("F", m, k - 1) not in todo
-            return ("F", m, k) not in todo and (kind == "R" or {("R", m, k), ("B", m, k + 1)}.isdisjoint(todo))
-
-        kind, m, k = rng.choice(sorted(filter(ready, todo)))
-        todo.remove((kind, m, k))
-        schedule[k].append(Action(kind, m))
-    return schedule
 
 
 def can_run(schedule, K, M):

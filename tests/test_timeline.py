@@ -10,6 +10,7 @@ import pytest
 
 from micropp.schedule import SCHEDULES, Action, ScheduleError, gpipe, naive, one_f_one_b, rematerialized, validate
 from micropp.timeline import Span, Timeline, bubble_theory, replay, simulate, to_chrome_trace
+from tests.oracle import random_schedule
 
 SIZES = [(K, M) for K in range(1, 7) for M in range(1, 10)]
 
@@ -140,24 +141,6 @@ def oracle(schedule, cost, transfer):
                 start[b] = start[a] + cost[a] + wait
                 moved = True
     return {cell: (begin, begin + cost[cell]) for cell, begin in start.items()}
-
-
-def random_schedule(rng, K, M):
-    """A valid schedule, by doing whatever may be done next, in random order."""
-    todo = {(kind, m, k) for kind in "FRB" for m in range(M) for k in range(K) if kind != "R" or rng.random() < 0.5}
-    schedule = [[] for _ in range(K)]
-    while todo:
-
-        def ready(cell):
-            kind, m, k = cell
-            if kind == "F":
-                return ("F", m, k - 1) not in todo
-            return ("F", m, k) not in todo and (kind == "R" or {("R", m, k), ("B", m, k + 1)}.isdisjoint(todo))
-
-        kind, m, k = rng.choice(sorted(filter(ready, todo)))
-        todo.remove((kind, m, k))
-        schedule[k].append(Action(kind, m))
-    return schedule
 
 
 def live_by_sampling(timeline, K):
