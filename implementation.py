@@ -43,9 +43,16 @@ from micropp.schedule import (
     validate,
 )
 from micropp.stage import PipelineStage, twin
-from micropp.timeline import Timeline
+from micropp.timeline import Timeline, bubble_theory
 
-__all__ = ["GPipe", "PipelineStage", "get_peak_memory", "summarize_results"]
+__all__ = [
+    "GPipe",
+    "PipelineStage",
+    "calculate_bubble_overhead",
+    "estimate_memory_reduction",
+    "get_peak_memory",
+    "summarize_results",
+]
 
 
 class GPipe(nn.Module):
@@ -399,6 +406,27 @@ def _lists(schedule, n_partitions: int, n_microbatches: int, rematerialize: bool
             f"but it is to run {n_partitions} and {n_microbatches}: make it from the K and M that it is called with"
         )
     return rematerialized(lists) if rematerialize else lists
+
+
+def calculate_bubble_overhead(k_partitions: int, m_microbatches: int) -> float:
+    """The share of the total time in which stages wait, (K−1)/(M+K−1), 0 to 1 (§2.3)."""
+    return bubble_theory(k_partitions, m_microbatches)
+
+
+def estimate_memory_reduction(k_partitions: int, m_microbatches: int, layers: int, batch_size: int) -> float:
+    """How many times less activation memory a device needs, by §2.3: N·L over N + (L/K)·(N/M).
+
+    N·L is every layer's output for the mini-batch; N the stage inputs that re-materialization keeps, whatever M is;
+    (L/K)·(N/M) one stage's layers for the micro-batch that is being recomputed. Estimated, not measured: see
+    `micropp.memory.MemoryTracker` for that.
+
+    Raises:
+        ValueError: a count below 1.
+    """
+    K, M, L, N = k_partitions, m_microbatches, layers, batch_size
+    if min(K, M, L, N) < 1:
+        raise ValueError(f"all counts must be at least 1, got K={K}, M={M}, L={L}, N={N}")
+    return N * L / (N + (L / K) * (N / M))
 
 
 def summarize_results(config: dict, stats: dict) -> str:

@@ -9,14 +9,26 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from micropp.schedule import KINDS
-from micropp.timeline import Timeline
+from micropp.schedule import KINDS, gpipe
+from micropp.timeline import Timeline, simulate
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; the three also differ in lightness.
 COLOURS = {"F": "#0072B2", "R": "#F0E442", "B": "#D55E00"}
 INK = {"F": "white", "R": "black", "B": "white"}
 FONT_SIZE = 7  # points, of the micro-batch numbers
 DIGIT_WIDTH = 0.7  # of the font size, generously
+
+
+def plot_pipeline_schedule(n_partitions: int, n_microbatches: int, output_dir: str | Path) -> Path:
+    """Draws GPipe's schedule, simulated with a backward that costs two forwards; returns the PNG's path.
+
+    An SVG stands beside it. `output_dir` is made if it is not there.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    timeline = simulate(gpipe(n_partitions, n_microbatches), forward=1, backward=2)
+    name = f"gpipe_{n_partitions}_partitions_{n_microbatches}_microbatches"
+    return plot_timeline(timeline, folder / name, unit="forwards")[0]
 
 
 def plot_timeline(timeline: Timeline, path_without_suffix: str | Path, unit: str = "s") -> list[Path]:

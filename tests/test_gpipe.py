@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from implementation import GPipe, PipelineStage, get_peak_memory, summarize_results
+from implementation import (
+    GPipe,
+    PipelineStage,
+    calculate_bubble_overhead,
+    estimate_memory_reduction,
+    get_peak_memory,
+    summarize_results,
+)
 from micropp.schedule import SCHEDULES
 from tests.oracle import assert_same_gradients, mlp, squares, twins
 
@@ -335,4 +342,8 @@ def test_the_helpers():
     text = summarize_results({"K": 4}, {"step_seconds": 0.123456})
     assert text.splitlines() == ["K             4", "step_seconds  0.1235"]
     assert get_peak_memory() > 0
+    assert calculate_bubble_overhead(4, 16) == 3 / 19 and calculate_bubble_overhead(1, 5) == 0
+    assert round(estimate_memory_reduction(4, 16, layers=40, batch_size=128), 1) == 24.6
+    with pytest.raises(ValueError, match="at least 1"):
+        estimate_memory_reduction(4, 0, 40, 128)
     assert PipelineStage.__doc__

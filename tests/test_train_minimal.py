@@ -20,7 +20,7 @@ from micropp.timeline import Timeline
 from minimal import measure, report, workload
 from minimal.options import UsageError, counts_from_percentages, parse
 from train_minimal import main
-from visualization import draw_timeline, plot_timeline
+from visualization import draw_timeline, plot_pipeline_schedule, plot_timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--layers", "4", "--hidden-dim", "8", "--epochs", "1", "--batch-size", "2000"]
@@ -315,3 +315,8 @@ def test_control_c_leaves_what_was_measured(tmp_path):
     assert found["memory"]["peak_mb"] is None and found["check"]["max_gradient_difference"] is None
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.json", "trace.json"]
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_schedule_is_drawn_where_it_is_asked_for(tmp_path):
+    path = plot_pipeline_schedule(n_partitions=4, n_microbatches=16, output_dir=tmp_path / "plots")
+    assert path.is_file() and path.suffix == ".png" and path.with_suffix(".svg").is_file()
