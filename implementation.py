@@ -29,7 +29,7 @@ from torch import nn
 
 from micropp.context import CallerContext, shared_intra_op_threads
 from micropp.handover import HandOver, InnerLoss, LossInside, MiniBatch, Pipeline
-from micropp.memory import get_peak_memory
+from micropp.memory import estimate_memory_reduction, get_peak_memory
 from micropp.partition import check_balance, equal_counts
 from micropp.randomness import Randomness
 from micropp.schedule import (
@@ -43,7 +43,7 @@ from micropp.schedule import (
     validate,
 )
 from micropp.stage import PipelineStage, twin
-from micropp.timeline import Timeline, bubble_theory
+from micropp.timeline import Timeline, calculate_bubble_overhead
 
 __all__ = [
     "GPipe",
@@ -176,7 +176,9 @@ class GPipe(nn.Module):
 
     @contextmanager
     def recorded(self):
-        """Yields a Timeline that fills with what every stage did in this block.
+        """Yields a Timeline that fills with what every stage does for the forwards that begin in this block.
+
+        Their backwards belong to it, also where they come later. Blocks are not nested.
 
         On CUDA each action is followed by a synchronisation, so that its end is its kernels' end.
         """
@@ -211,6 +213,8 @@ class GPipe(nn.Module):
                             f"stages {j} and {k} share a parameter but not a device ({self.devices[j]}, {device}): "
                             "put them on one device, or choose another balance"
                         )
+        for layers, device in zip(self._layers(), self.devices):
+            for layer in layers:
                 layer.to(device)
 
 
@@ -277,8 +281,6 @@ class Run:
             self.inputs[0].put(m, part)
         self.retain, self.broken, self._failure = False, False, None
 
-    # ---- the walk ------------------------------------------------------------------------------------------
-
     def walk(self, kinds: str) -> None:
         """Takes the actions of these kinds off every stage's list, all stages at once, a thread each.
 
@@ -321,6 +323,8 @@ class Run:
             self._take_share()
             with context.entered(self.stages[k].device):
                 for action in self.lists[k]:
+                    if self._failure is not None:
+                        raise _Stopped
                     if action.kind in kinds:
                         self._act(k, action)
         except _Stopped:
@@ -356,8 +360,6 @@ class Run:
             if device is not None and device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.timeline.add(k, action, started, time.perf_counter())
-
-    # ---- before and after ----------------------------------------------------------------------------------
 
     @contextmanager
     def substituted(self):
@@ -406,27 +408,6 @@ def _lists(schedule, n_partitions: int, n_microbatches: int, rematerialize: bool
             f"but it is to run {n_partitions} and {n_microbatches}: make it from the K and M that it is called with"
         )
     return rematerialized(lists) if rematerialize else lists
-
-
-def calculate_bubble_overhead(k_partitions: int, m_microbatches: int) -> float:
-    """The share of the total time in which stages wait, (K−1)/(M+K−1), 0 to 1 (§2.3)."""
-    return bubble_theory(k_partitions, m_microbatches)
-
-
-def estimate_memory_reduction(k_partitions: int, m_microbatches: int, layers: int, batch_size: int) -> float:
-    """How many times less activation memory a device needs, by §2.3: N·L over N + (L/K)·(N/M).
-
-    N·L is every layer's output for the mini-batch; N the stage inputs that re-materialization keeps, whatever M is;
-    (L/K)·(N/M) one stage's layers for the micro-batch that is being recomputed. Estimated, not measured: see
-    `micropp.memory.MemoryTracker` for that.
-
-    Raises:
-        ValueError: a count below 1.
-    """
-    K, M, L, N = k_partitions, m_microbatches, layers, batch_size
-    if min(K, M, L, N) < 1:
-        raise ValueError(f"all counts must be at least 1, got K={K}, M={M}, L={L}, N={N}")
-    return N * L / (N + (L / K) * (N / M))
 
 
 def summarize_results(config: dict, stats: dict) -> str:

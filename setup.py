@@ -77,6 +77,7 @@ def check_gloo():
         finally:
             for rank in ranks:
                 rank.kill()
+                rank.wait()
     advice = "processes cannot talk over the loopback interface: check firewall and hostname"
     yield said == ["3.0", "3.0"], ", ".join(said), advice
 
@@ -98,12 +99,12 @@ def check_schedules():
 def check_bubble():
     """simulated GPipe and 1F1B idle for (K-1)/(M+K-1)"""
     from micropp.schedule import gpipe, one_f_one_b
-    from micropp.timeline import bubble_theory, simulate
+    from micropp.timeline import calculate_bubble_overhead, simulate
 
     K, M = 4, 16
     bubbles = [simulate(schedule(K, M)).bubble() for schedule in (gpipe, one_f_one_b)]
     live = simulate(one_f_one_b(K, M)).live()
-    good = bubbles == [bubble_theory(K, M)] * 2 and live == [min(M, K - k) for k in range(K)]
+    good = bubbles == [calculate_bubble_overhead(K, M)] * 2 and live == [min(M, K - k) for k in range(K)]
     yield good, f"{bubbles[0]:.1%} at K=4, M=16", _ADVICE
 
 

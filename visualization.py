@@ -5,7 +5,6 @@ No picture touches matplotlib's global state, so a notebook's own figures are le
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -54,7 +53,6 @@ def draw_timeline(timeline: Timeline, unit: str = "s") -> Figure:
     scale, shown_unit = (1e3, "ms") if unit == "s" else (1, unit)
     width, height = 10, 1.5 + 0.4 * timeline.n_stages  # inches
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     total = float(timeline.makespan) * scale
     points_a_unit = 0.9 * width * 72 / (total or 1)  # the axes take about 90 % of the figure's width

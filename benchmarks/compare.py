@@ -56,6 +56,8 @@ def _rounds(text: str) -> int:
 
 def _writable(text: str) -> Path:
     path = Path(text)
+    if text == "-":
+        return path
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder: name one")
     return path
@@ -66,7 +68,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"tiny sizes, 2 rounds: {SHORT_FORM}")
     parser.add_argument("--only", type=_names, metavar="NAME[,NAME]", help=", ".join(FIGURES))
     parser.add_argument("--rounds", type=_rounds, metavar="N", help="turns of each variant (default 9; --quick: 2)")
-    parser.add_argument("--json", type=_writable, metavar="FILE", help="write what was measured there")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write what was measured there; - prints it")
     return parser.parse_args(arguments)
 
 
@@ -185,7 +187,15 @@ def main(arguments: list[str] | None = None) -> int:
     for reason in dict.fromkeys(row.skipped for row in rows if row.skipped):
         console.print(f"skipped: {reason}", markup=False, highlight=False)
     if options.json:
-        options.json.write_text(json.dumps(as_data(rows, around), indent=2) + "\n")
+        text = json.dumps(as_data(rows, around), indent=2) + "\n"
+        if str(options.json) == "-":
+            print(text)
+            return 0
+        try:
+            options.json.write_text(text)
+        except OSError as error:
+            print(f"compare.py: {options.json} was not written ({error.strerror}): name another file", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from micropp.partition import equal_counts
+
 PATIENCE = 120.0  # seconds that one command may take before the ranks are taken for stuck
 
 
@@ -38,12 +40,9 @@ def torchgpipe_around(model: nn.Sequential, n_partitions: int, n_microbatches: i
     """
     import torchgpipe
 
-    per_stage, rest = divmod(len(model), n_partitions)
-    if rest:
-        raise ValueError(f"{len(model)} layers do not make {n_partitions} equal stages: choose a multiple")
     return torchgpipe.GPipe(
         model,
-        balance=[per_stage] * n_partitions,
+        balance=equal_counts(len(model), n_partitions),
         devices=["cpu"] * n_partitions,
         chunks=n_microbatches,
         checkpoint="always" if use_checkpoint else "never",
@@ -181,8 +180,9 @@ def _stage_and_step(rank: int, n_partitions: int, n_microbatches: int, make_mode
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     layers = list(make_model())
-    per_stage = len(layers) // n_partitions
-    module = nn.Sequential(*layers[rank * per_stage : (rank + 1) * per_stage])
+    counts = equal_counts(len(layers), n_partitions)
+    first = sum(counts[:rank])
+    module = nn.Sequential(*layers[first : first + counts[rank]])
     batch, target = make_data()
     stage = PipelineStage(module, rank, n_partitions, torch.device("cpu"))
     # It divides the summed gradients by M itself, which for equal micro-batches is the mini-batch mean.

@@ -1,1 +1,1 @@
-"""The pipeline library under the course: schedules, timelines, stages and how they talk to each other."""
+"""The pipeline library: schedules as data, and what it takes to run them exactly and to measure them."""

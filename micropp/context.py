@@ -59,14 +59,10 @@ class Autocast:
 
 
 class CallerContext:
-    """The calling thread's state, taken when this is created and entered by each worker.
+    """The calling thread's state, taken when this is created and entered by each worker."""
 
-    Args:
-        autocast: the state to compute in; by default the calling thread's.
-    """
-
-    def __init__(self, autocast: Autocast | None = None):
-        self.autocast = autocast or Autocast()
+    def __init__(self):
+        self.autocast = Autocast()
         self.grad_enabled = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.thread = threading.get_ident()

@@ -111,6 +111,11 @@ class InnerLoss:
         outputs = (output,) if isinstance(output, Tensor) else output
         with torch.set_grad_enabled(self.differentiable):
             loss = self.loss_fn(output, self.targets[microbatch]) * self.weights[microbatch]
+        if loss.dim() > 0:
+            raise ValueError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}, but the loss is one number, "
+                "a mean over dim 0: reduction='mean'"
+            )
         self.losses[microbatch] = loss.detach()
         wanted = [y for y in outputs if y.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else ())

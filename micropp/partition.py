@@ -22,6 +22,8 @@ from numbers import Rational
 import torch
 from torch import Tensor, nn
 
+from micropp.schedule import positive_count
+
 
 def equal_counts(n_layers: int, n_partitions: int) -> list[int]:
     """Layers a stage: K counts that add up to L and differ by at most one, the larger first.
@@ -214,9 +216,7 @@ def _check_sequential(model: nn.Sequential) -> None:
 
 
 def _check_sizes(n_layers: int, n_partitions: int) -> None:
-    if n_partitions < 1:
-        raise ValueError(f"n_partitions is {n_partitions}, but a model has at least 1 partition: raise n_partitions")
-    if n_partitions > n_layers:
+    if positive_count("n_partitions", n_partitions) > n_layers:
         raise ValueError(
             f"{n_partitions} partitions need at least {n_partitions} layers, but the model has {n_layers}: "
             "lower n_partitions"

@@ -60,21 +60,22 @@ class Randomness:
                 self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         return (self._seed + (stage << 32) + microbatch) % 2**63
 
-    def cell(self, stage: int, microbatch: int):
+    def cell(self, stage: int, microbatch: int, recomputed: bool = False):
         """A context manager: all that is drawn in it, in this thread, comes from the cell's own generators.
 
-        Raises, in it, RuntimeError for a draw under torch.utils.checkpoint: its recomputation runs in the middle of
+        Raises, in it, RuntimeError for a draw from a generator of the layer's own if the cell is to be `recomputed`
+        (who would put that one back?), and for a draw under torch.utils.checkpoint: its recomputation runs in the middle of
         a backward, out of this manager's reach, and would draw other numbers.
         """
-        return pushed(_CellGenerators(self, stage, microbatch, sys._getframe(1).f_code))
+        return pushed(_CellGenerators(self, stage, microbatch, recomputed, sys._getframe(1).f_code))
 
 
 class _CellGenerators(TorchDispatchMode):
     """Hands each random operator of PyTorch a generator of this cell."""
 
-    def __init__(self, randomness: Randomness, stage: int, microbatch: int, entered_in: CodeType):
+    def __init__(self, randomness: Randomness, stage: int, microbatch: int, recomputed: bool, entered_in: CodeType):
         super().__init__()
-        self.cell, self.entered_in = (randomness, stage, microbatch), entered_in
+        self.cell, self.recomputed, self.entered_in = (randomness, stage, microbatch), recomputed, entered_in
         self.generators = {}
 
     @classmethod
@@ -83,7 +84,14 @@ class _CellGenerators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _is_random(function) or kwargs.get("generator") is not None:
+        if not _is_random(function):
+            return function(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            if self.recomputed:
+                raise RuntimeError(
+                    "a layer draws from a generator of its own, and would draw other numbers when it is recomputed: "
+                    "leave generator out (each cell has its own), or use_checkpoint=False"
+                )
             return function(*args, **kwargs)
         self._refuse_inner_checkpoint()
         generator = self._generator(_device(args, kwargs))

@@ -282,5 +282,5 @@ def positive_count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int from 1 up, got {value!r} ({type(value).__name__})")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}: 1 means no cutting at all")
+        raise ValueError(f"{name} must be at least 1, got {value}: raise it")
     return int(value)

@@ -72,7 +72,8 @@ class PipelineStage:
         self.statistics = [MiniBatchStatistics(layer) for layer in tracking_layers(modules)]
         self._modes = [(module, module.training) for module in modules]
         self._may_draw = bool(self.hooks.modules) or may_draw(modules)
-        # An in-place first layer would change the kept input, or a leaf: such a stage works on a copy.
+        # A stage that starts in place would change the kept input, or a leaf. Which layer comes first is only known
+        # for sure by running them, so a stage with any such layer works on a copy.
         self._in_place = any(getattr(module, "inplace", False) is True for module in modules)
         self._slots = [
             (module, name, parameter)
@@ -237,7 +238,7 @@ class PipelineStage:
         if self._in_place:
             inputs = tuple(tensor.clone() for tensor in inputs)
         value = inputs[0] if single else inputs
-        with self.randomness.cell(self.index, microbatch) if self._may_draw else nullcontext():
+        with self.randomness.cell(self.index, microbatch, self.rematerialize) if self._may_draw else nullcontext():
             for layer in self.layers:
                 value = layer(value)
         return value

@@ -15,7 +15,7 @@ from numbers import Real
 from statistics import median
 from typing import NamedTuple
 
-from micropp.schedule import KINDS, Action, Schedule, needs, validate, walk
+from micropp.schedule import KINDS, Action, Schedule, needs, positive_count, validate, walk
 
 
 class Span(NamedTuple):
@@ -89,7 +89,7 @@ class Timeline:
         return [_share(busy, self.makespan) for busy in self.busy()]
 
     def bubble(self) -> Real:
-        """The share of the total time K × makespan in which nobody worked, 0 to 1 (paper §2.3)."""
+        """The share of the K stages' time, K × makespan, that they spent waiting, 0 to 1 (paper §2.3)."""
         total = self.n_stages * self.makespan
         return _share(total - sum(self.busy()), total)
 
@@ -199,16 +199,15 @@ def replay(recorded: Timeline, schedule: Schedule) -> Timeline:
     return simulate(schedule, forward=costs["F"], backward=costs["B"], recompute=costs["R"])
 
 
-def bubble_theory(n_partitions: int, n_microbatches: int) -> float:
+def calculate_bubble_overhead(k_partitions: int, m_microbatches: int) -> float:
     """GPipe's bubble, (K−1)/(M+K−1): the idle share of the *total* time, as `Timeline.bubble` measures it.
 
     Beware: others divide the same idle time by the *ideal* time, the one without bubble, and write (K−1)/M.
     With K=4, M=4 that is 75 % instead of 42.9 %. Both suppose equal stages, and nothing to send or recompute.
-    Raises ValueError for K < 1 or M < 1. Paper §2.3.
+    Raises ValueError for a count below 1, TypeError for one that is no int. Paper §2.3.
     """
-    if n_partitions < 1 or n_microbatches < 1:
-        raise ValueError(f"n_partitions and n_microbatches must be at least 1, got {n_partitions} and {n_microbatches}")
-    return (n_partitions - 1) / (n_microbatches + n_partitions - 1)
+    K, M = positive_count("k_partitions", k_partitions), positive_count("m_microbatches", m_microbatches)
+    return (K - 1) / (M + K - 1)
 
 
 def to_chrome_trace(timeline: Timeline) -> dict:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from micropp.timeline import Timeline, bubble_theory, to_chrome_trace
+from micropp.timeline import Timeline, calculate_bubble_overhead, to_chrome_trace
 from minimal.options import Options
 
 NOT_MEASURED = "–"
@@ -24,7 +24,7 @@ def nothing_yet(options: Options) -> dict:
     """All groups and keys of the JSON, null where something is still to be measured."""
     K, M = options.partitions, options.effective_micro_batches
     # Stop-and-wait has one stage at work at any time; the other two schedules have GPipe's bubble.
-    bubble = 1 - 1 / K if options.schedule == "naive" else bubble_theory(K, M)
+    bubble = 1 - 1 / K if options.schedule == "naive" else calculate_bubble_overhead(K, M)
     return {
         "config": json.loads(json.dumps(asdict(options), default=str)) | {"effective_micro_batches": M},
         "environment": environment(options),

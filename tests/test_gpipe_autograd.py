@@ -1,5 +1,6 @@
 """To autograd a pipeline is a module like any other: grad(), hooks, second backward, autocast, threads, DDP."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from implementation import GPipe
-from tests.oracle import assert_same_gradients, mlp, squares, twins
+from tests.oracle import ROOT, assert_same_gradients, mlp, squares, twins
 
 BOTH = pytest.mark.parametrize("use_checkpoint", [True, False])
 
@@ -268,6 +269,7 @@ def test_intra_op_threads_are_put_back():
 
 DDP = """
 import copy, os, sys
+from datetime import timedelta
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from implementation import GPipe
@@ -275,7 +277,8 @@ from tests.oracle import assert_same_gradients, mlp, squares
 
 def work(rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2,
+                            timeout=timedelta(seconds=60))
     plain, model = mlp(6), mlp(6)
     torch.manual_seed(1)
     x = torch.randn(2, 7, 5, dtype=torch.float64)
@@ -303,7 +306,7 @@ def test_inside_distributed_data_parallel(tmp_path):
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 agrees", "rank 1 agrees"], done.stderr
 

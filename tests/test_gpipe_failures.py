@@ -1,5 +1,6 @@
 """An exception in a stage surfaces at once, with its traceback and number, and leaves the module usable."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from implementation import GPipe
-from tests.oracle import assert_same_gradients, mlp, squares, twins
+from tests.oracle import ROOT, assert_same_gradients, mlp, squares, twins
 
 
 class Fuse(nn.Module):
@@ -46,7 +47,7 @@ def test_an_exception_surfaces_with_traceback_and_stage_and_the_next_step_works(
     layers.insert(position, fuse)
     pipeline = GPipe(nn.Sequential(*layers), 7, 5, use_checkpoint)
     x = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
-    fuse.blow = where
+    fuse.blow, threads_before = where, threading.active_count()
     with pytest.raises(KeyError, match="the fuse has blown") as raised:
         squares(pipeline(x)).backward()
     assert any(f"stage {position}," in note for note in raised.value.__notes__)
@@ -54,7 +55,7 @@ def test_an_exception_surfaces_with_traceback_and_stage_and_the_next_step_works(
         frame.name in ("forward", "fail") and frame.filename == __file__
         for frame in traceback.extract_tb(raised.value.__traceback__)
     )
-    assert threading.active_count() == 1
+    assert threading.active_count() == threads_before
     fuse.blow = None
     pipeline.zero_grad()
     squares(plain(x.detach())).backward()
@@ -95,6 +96,9 @@ def test_others_stop_soon():
     with pytest.raises(ValueError, match="boom"):
         GPipe(nn.Sequential(nn.Identity(), Boom(), Slow(), Slow()), 4, 200)(torch.randn(200, 2))
     assert not started
+    with pytest.raises(ValueError, match="boom"):  # a stage before it, with all its work at hand, stops as well
+        GPipe(nn.Sequential(Slow(), Boom()), 2, 200)(torch.randn(200, 2))
+    assert len(started) < 10
 
 
 INTERRUPTED = """
@@ -119,11 +123,17 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_run_and_leaves_the_module_usable():
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        watchdog = threading.Timer(60, process.kill)  # readline has no timeout of its own
+        watchdog.start()
         try:
             assert process.stdout.readline() == "working\n"
             process.send_signal(signal.SIGINT)
             rest, _ = process.communicate(timeout=20)
         finally:
+            watchdog.cancel()
             process.kill()
     assert rest.endswith("usable\n") and process.returncode == 0

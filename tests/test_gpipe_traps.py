@@ -88,6 +88,15 @@ def test_an_inner_checkpoint_without_random_numbers_and_one_around_the_pipeline(
     assert_same_gradients(plain, model)
 
 
+def test_a_generator_of_a_layers_own_is_refused_only_where_it_would_be_recomputed():
+    generator = torch.Generator().manual_seed(0)
+    noise = Layer(lambda self, x: self.linear(x) + torch.empty_like(x).normal_(generator=generator))
+    model = nn.Sequential(nn.Identity(), noise).double()
+    with pytest.raises(RuntimeError, match="generator of its own"):
+        GPipe(model, 2, 3)(batch())
+    squares(GPipe(model, 2, 3, use_checkpoint=False)(batch())).backward()
+
+
 def test_draws_in_a_hook_and_draws_that_only_some_micro_batches_make():
     def hooked():
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
@@ -283,6 +292,8 @@ def test_loss_inside_with_other_targets():
         pipeline.loss(functional.mse_loss, x, batch(14))
     with pytest.raises(ValueError, match="needs a gradient"):
         pipeline.loss(functional.mse_loss, x, batch(7).requires_grad_())
+    with pytest.raises(ValueError, match="a mean over dim 0"):
+        pipeline.loss(nn.MSELoss(reduction="none"), x, batch(7))
     with torch.no_grad():
         expected = functional.cross_entropy(plain(x), labels)
         torch.testing.assert_close(pipeline.loss(functional.cross_entropy, x, labels), expected, rtol=1e-12, atol=0)

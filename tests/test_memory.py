@@ -344,9 +344,8 @@ print(before, get_peak_memory(), get_peak_memory())
 
 
 def test_get_peak_memory_is_a_number_even_where_nothing_in_proc_can_be_opened(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the CPU's figure is meant
     assert get_peak_memory() > 1
-    if torch.cuda.is_initialized():
-        pytest.fail("this test reads the CPU's figure: run it before anything uses CUDA")
 
     def refuse(*_, **__):
         raise PermissionError("read-only container")

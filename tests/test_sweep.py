@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from implementation import GPipe
-from micropp.schedule import SCHEDULES, split
-from tests.oracle import assert_same_gradients, squares
+from micropp.schedule import SCHEDULES
+from tests.oracle import compare_gradients, squares
 
 CASES = 240
 
@@ -86,12 +86,12 @@ def random_case(seed: int):
 
 
 class Norm(nn.Module):
-    """Batch norm over the values of one sample only, so that any split normalises alike; its statistics
-    are still those of the mini-batch."""
+    """Batch norm for its statistics alone, which are the mini-batch's however it is split. What it normalises
+    differs from split to split, and so is compared elsewhere (test_gpipe_exactness.py)."""
 
     def __init__(self, width):
         super().__init__()
-        self.norm = nn.BatchNorm1d(width, eps=1e6)  # next to nothing is left of the split's own mean and variance
+        self.norm = nn.BatchNorm1d(width)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
@@ -135,8 +135,7 @@ def test_a_random_pipeline_is_the_plain_model(seed):
         assert (a is None) == (b is None)
         if b is not None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    if any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in plain.parameters()):
-        assert_same_gradients(plain, model)
+    compare_gradients(plain, model)
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m: f"{name}: {m}")
 
@@ -149,4 +148,9 @@ def test_the_sweep_sweeps():
     assert sum(any(not p.requires_grad for p in model.parameters()) for model, *_ in cases) > 30
     assert {schedule for *_, schedule in cases} == {None, *SCHEDULES}
     assert sum(len(batch[0] if isinstance(batch, tuple) else batch) < M for _, batch, _, M, *_ in cases) > 20
-    assert all(len(split(batch, 1)) == 1 for _, batch, *_ in cases)
+    assert sum(gradient_is_there(*case[:2]) for case in cases) > 200
+
+
+def gradient_is_there(model, batch):
+    run(model, batch, None)
+    return any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
