@@ -195,4 +195,7 @@ def _failed(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before anything was measured, or a second time
+        sys.exit(130)

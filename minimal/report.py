@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -198,10 +199,11 @@ def write(options: Options, results: dict, recorded: Timeline | None, replayed: 
         from visualization import plot_timeline  # here, as matplotlib takes long to import
 
         options.plot.mkdir(parents=True, exist_ok=True)
-        for name, timeline in (("recorded", recorded), ("replayed", replayed)):
-            if timeline is not None:
-                for path in plot_timeline(timeline, options.plot / f".{name}.{os.getpid()}"):
-                    written.append(path.replace(options.plot / f"{name}{path.suffix}"))
+        with tempfile.TemporaryDirectory(dir=options.plot, prefix=".") as folder:
+            for name, timeline in (("recorded", recorded), ("replayed", replayed)):
+                if timeline is not None:
+                    for path in plot_timeline(timeline, Path(folder, name)):
+                        written.append(path.replace(options.plot / path.name))
     return written
 
 

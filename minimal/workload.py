@@ -1,5 +1,6 @@
 """What is trained: a deep residual network of exactly L layers, on hand-written digits or on random numbers."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -107,7 +108,8 @@ def choose_balance(options: Options, model: nn.Sequential, sample: Tensor) -> li
     if options.balance == "parameters":
         return lightest_split(layer_parameters(model), options.partitions)
     if options.balance == "time":
-        return lightest_split(layer_seconds(model, sample), options.partitions)
+        device = options.stage_devices[0]
+        return lightest_split(layer_seconds(copy.deepcopy(model).to(device), sample.to(device)), options.partitions)
     return options.balance
 
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from micropp.schedule import Action
 
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -1,5 +1,6 @@
 """To autograd a pipeline is a module like any other: grad(), hooks, second backward, autocast, threads, DDP."""
 
+import contextvars
 import os
 import subprocess
 import sys
@@ -228,6 +229,20 @@ def test_no_grad_and_inference_mode_reach_the_workers():
     with torch.inference_mode():
         pipeline(torch.randn(4, 3))
     assert {mode[:2] for mode in seen} == {(False, True)}
+
+
+def test_context_variables_reach_the_workers():
+    variable, seen = contextvars.ContextVar("variable", default="outside"), []
+
+    class Reads(nn.Module):
+        def forward(self, x):
+            seen.append(variable.get())
+            return x
+
+    token = variable.set("inside")
+    GPipe(nn.Sequential(Reads(), Reads(), Reads()), 3, 1)(batch())
+    variable.reset(token)
+    assert seen == ["inside"] * 3
 
 
 @BOTH
