@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from micropp import partition
 from micropp.partition import check_balance, equal_counts, layer_parameters, layer_seconds, lightest_split
 
 
@@ -221,10 +222,28 @@ def test_layer_seconds_runs_forward_and_backward_once_a_repeat():
     assert counts == {"forward": 12, "backward": 8}  # the caller's grad mode is not what is measured
 
 
-def test_layer_seconds_tells_a_heavy_layer_from_a_light_one():
-    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8))
-    seconds = layer_seconds(model, torch.randn(256, 8))
-    assert seconds[1] == max(seconds)
+def test_layer_seconds_is_the_median_of_forward_and_backward_after_a_warm_up(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(partition, "_now", lambda: clock[0])
+
+    class Takes(nn.Module):
+        def __init__(self, *seconds):
+            super().__init__()
+            self.seconds, self.weight = iter(seconds), nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            took = next(self.seconds)
+
+            def backward(gradient):
+                clock[0] += 2 * took
+
+            clock[0] += took
+            y = x * self.weight
+            y.register_hook(backward)
+            return y
+
+    model = nn.Sequential(Takes(100, 3, 1, 2), Takes(100, 5, 5, 50))
+    assert layer_seconds(model, torch.ones(4, 2), repeats=3) == [6, 15]
 
 
 def test_layer_seconds_refuses():
